@@ -85,55 +85,6 @@ def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
     assert wrapped.stats().graphs == 1
 
 
-class Encoder(nn.Module):
-    """A transformer encoder that classifies every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, ids: torch.Tensor, padding: torch.Tensor) -> Any:
-        """ids (B, T), padding (B, T) True where nothing is -> (B, T, 5)."""
-        hidden = self.encoder(self.embedding(ids), src_key_padding_mask=padding)
-        return self.head(hidden)
-
-
-def test_an_encoder_trained_for_20_steps_as_without_padding() -> None:
-    torch.manual_seed(0)
-    plain = Encoder()
-    padded = copy.deepcopy(plain)
-    dims = {"ids": {1: "t"}, "padding": {1: "t"}}
-    wrapped = in_time(padded, dims=dims, mask={"padding": "padding"}, compile=AOT)
-    # Adam divides by the root of a gradient; with its usual eps a gradient that is only rounding
-    # makes as long a step as any other.
-    optimizers = [
-        torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4) for model in (plain, wrapped)
-    ]
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(20):
-        lengths = torch.randint(2, 17, (4,), generator=generator)
-        longest = int(lengths.max())
-        ids = torch.randint(1, 20, (4, longest), generator=generator)
-        padding = torch.arange(longest) >= lengths[:, None]
-        labels = torch.randint(0, 5, (4, longest), generator=generator)
-        labels[padding] = -100
-        losses = []
-        for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
-            logits = model(ids, padding)
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
-    for (name, a), b in zip(plain.named_parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
-    assert wrapped.stats().graphs == 2
-
-
 class Recurrent(nn.Module):
     """A tagger on packed sequences, of which a part is not recurrent."""
 

@@ -48,9 +48,7 @@ class TestWhatItLeaves:
 
         before = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002
         wrap(scaled).verify(torch.ones(3))
-        assert random.getstate() == before[0]
-        with np.printoptions(threshold=1000):
-            assert str(np.random.get_state(legacy=True)) == str(before[1])  # noqa: NPY002
+        np.testing.assert_equal((random.getstate(), np.random.get_state(legacy=True)), before)  # noqa: NPY002
 
     def test_what_the_function_notes_and_its_gradients(self) -> None:
         class Noting(nn.Linear):
@@ -133,16 +131,6 @@ class TestWhenItIsMade:
         with pytest.raises(PaddingLeakError, match="first differs after native_batch_norm"):
             calls[how](x)
 
-    def test_another_switch_is_checked_on_its_own(self) -> None:
-        def maybe(x: torch.Tensor, how: str) -> torch.Tensor:
-            return x - x.mean() if how == "centred" else x
-
-        wrapped = wrap(maybe)
-        x = torch.randn(3)
-        assert torch.equal(wrapped(x, "plain"), x)
-        with pytest.raises(PaddingLeakError):
-            wrapped(x, how="centred")
-
     def test_a_call_with_more_inputs_is_proven_on_its_own(self) -> None:
         def model(x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
             return x * 2 if labels is None else (x - labels).square().mean()
@@ -180,10 +168,6 @@ class TestWhenItIsMade:
 
 class TestNoLeak:
     def test_dropout(self) -> None:
-        wrapped = wrap(Net())
-        for length in (3, 5, 11):
-            wrapped(torch.randn(length, 3)).sum().backward()
-
         def attend(x: torch.Tensor) -> torch.Tensor:
             """x (B, T, D): which elements are dropped depends on T."""
             dropped = functional.dropout(x, 0.5) * torch.rand_like(x)
@@ -191,9 +175,7 @@ class TestNoLeak:
                 x[:, :1], x[:, :1], x[:, :1], dropout_p=0.5
             )
 
-        attending = in_time(attend)
-        for length in (3, 5, 11):
-            attending(torch.randn(2, length, 3))
+        in_time(attend)(torch.randn(2, 5, 3, requires_grad=True)).sum().backward()
 
     @pytest.mark.parametrize(
         "draw",
@@ -298,11 +280,11 @@ class TestNoLeak:
         mask[1, :150] = False
         assert torch.allclose(wrapped(x, mask), pooled(x, mask))
 
-    @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
-    def test_without_data_none_is_looked_for(self, mode: Any) -> None:
+    def test_without_data_none_is_looked_for(self) -> None:
         wrapped = wrap(lambda x: x.mean(0))
-        with mode():
-            assert wrapped(torch.ones(5, 3)).shape == (3,)
+        for mode in (FakeTensorMode(), torch.device("meta")):
+            with mode:
+                assert wrapped(torch.ones(5, 3)).shape == (3,)
         with pytest.raises(PaddingLeakError):
             wrapped(torch.ones(5, 3))
 

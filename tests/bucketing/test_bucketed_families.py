@@ -75,9 +75,7 @@ def test_a_row_runs_and_equals_the_model(name: str, written: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "sampled"), [([5], False), ([6, 3], True), ([2, 12], False)], ids=str
-)
+@pytest.mark.parametrize(("lengths", "sampled"), [([6, 3], True), ([2, 12], False)], ids=str)
 def test_generate_by_its_row_gives_the_tokens_of_the_model(
     lengths: list[int], sampled: bool
 ) -> None:

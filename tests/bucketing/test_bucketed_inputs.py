@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from torch import nn
 
 from support.bucketed import Counting, wrap
+
+
+class Name(str, enum.Enum):
+    TIME = "t"
 
 
 class TestInputs:
@@ -29,6 +34,7 @@ class TestInputs:
             {"x": {1: dim}, "y": {1: dim}},
             {"x": (None, "t"), "y": [None, "t"]},
             ({1: "t"}, {-1: "t"}),
+            [{1: Name.TIME}, {1: Name.TIME}],
         )
         for dims in forms:
             assert torch.equal(wrap(lambda x, y: x + y, dims=dims)(x, y=y), x + y)

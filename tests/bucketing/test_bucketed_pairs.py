@@ -144,6 +144,18 @@ def test_a_given_mask_has_the_batch_of_dims_in_each_form(dims: Any) -> None:
     assert torch.equal(wrapped(ids, x), x)
 
 
+def test_a_given_mask_has_the_batch_of_what_dims_names_first() -> None:
+    """Not of what the call gives first: positions (T,) have no batch."""
+    wrapped = wrap(
+        lambda positions, x, m: (positions + x) * m,
+        dims={"x": {0: "b", 1: "t"}, "positions": {0: "t"}},
+        buckets={"b": [4], "t": [8]},
+        mask={"m": ("t", "real")},
+    )
+    x, mask = torch.ones(3, 5), torch.rand(3, 5) < 0.7
+    assert torch.equal(wrapped(torch.arange(5), x, mask), (torch.arange(5) + x) * mask)
+
+
 def test_padding_of_the_batch_that_leaks_is_refused() -> None:
     wrapped = paired(lambda x: x - x.mean(0, keepdim=True))
     with pytest.raises(PaddingLeakError, match=r"b: 3 -> 4 in x, t: 32 -> 32 in x"):
@@ -302,38 +314,3 @@ def test_the_collator_pads_batch_and_length_together() -> None:
     assert (batch["labels"] == -100).sum() == 4 * 32 - 9 - 20 - 3
     with pytest.raises(ValueError, match="no bucket of"):
         collate(samples * 3)
-
-
-# ---- a real model ----
-
-
-@pytest.mark.slow
-def test_a_transformer_trains_on_batch_x_length_as_without_padding() -> None:
-    """Outputs, loss and gradients of BERT, with masks made and given."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=64, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, num_labels=4,
-    )  # fmt: skip
-    model = transformers.BertForTokenClassification(config).train()
-    wrapped = paired(
-        model,
-        dims={"input_ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}},
-        buckets=Buckets.fit_pairs([(8, 8), (4, 16)], 2),
-        mask={"attention_mask": ("t", "real")},
-        fill={"labels": -100},
-    )
-    for lengths in ([7, 5, 3, 8, 2], [12, 16, 9]):
-        b, t = len(lengths), max(lengths)
-        ids = torch.randint(1, 50, (b, t))
-        mask = (torch.arange(t) < torch.tensor(lengths)[:, None]).long()
-        labels = torch.randint(0, 4, (b, t)).masked_fill(mask == 0, -100)
-        for masks in ({}, {"attention_mask": mask}):
-            expected = model(input_ids=ids, labels=labels, **masks)
-            found = wrapped(input_ids=ids, labels=labels, **masks)
-            assert found.logits.shape == (b, t, 4)
-            torch.testing.assert_close(found.loss, expected.loss)
-            same_gradients(found.loss, expected.loss, model.parameters())
-    assert len(wrapped.stats().hits) == 2

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ _SIZES = [4 * (index + 1) for index in range(_COUNT)]
 # The same without torchguard, one call at a time: torch 2.11 crashes in its guards.
 _PLAIN = """
 import threading, types
+from concurrent.futures import ThreadPoolExecutor
 import torch
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
@@ -42,18 +44,15 @@ def compiled(size):
 functions = {4 * size: compiled(4 * size) for size in range(1, 11)}
 lock = threading.RLock()
 
-def work():
+def work(_):
     for size, function in functions.items():
         with lock:
             function(torch.ones(2, size, 4))
 
 for _ in range(3):
     torch._dynamo.reset()
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
 """
 
 
@@ -111,28 +110,15 @@ class _Broken(nn.Module):
 
 
 def _in_threads(work: Callable[[int], None], count: int = 8) -> None:
-    failures: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    together = threading.Barrier(count)
+    with ThreadPoolExecutor(count, initializer=together.wait) as pool:
+        list(pool.map(work, range(count)))
 
 
-@pytest.mark.parametrize("make", [_sequential, _Broken])
-def test_the_limit_is_not_reached(make: Callable[[], nn.Module], limits: _Limits) -> None:
+def test_the_limit_is_not_reached(limits: _Limits) -> None:
     """8 threads, 10 buckets: every result is right, and Dynamo says nothing of a limit."""
     backend = Counting()
-    model = make().eval()
+    model = _Broken().eval()
     wrapped = in_time(model, buckets=_SIZES, compile={"backend": backend})
     wrong = []
 
@@ -152,13 +138,10 @@ def test_the_limit_is_not_reached(make: Callable[[], nn.Module], limits: _Limits
     assert len(wrapped.stats().hits) == _COUNT
 
 
-@pytest.mark.parametrize("make", [_sequential, _Broken])
-def test_a_later_call_that_compiles_reaches_no_limit(
-    make: Callable[[], nn.Module], limits: _Limits
-) -> None:
+def test_a_later_call_that_compiles_reaches_no_limit(limits: _Limits) -> None:
     """What a bucket's plan does not know, an input that wants a gradient, compiles anew."""
     backend = Counting()
-    wrapped = in_time(make(), buckets=_SIZES, compile={"backend": backend})
+    wrapped = in_time(_Broken(), buckets=_SIZES, compile={"backend": backend})
     for size in _SIZES:
         wrapped(torch.ones(2, size, 4))
     before = len(backend.graphs)
@@ -251,12 +234,11 @@ def test_a_call_waits_while_automatic_buckets_are_fitted(monkeypatch: pytest.Mon
         return Buckets([24, 32])
 
     monkeypatch.setattr(ladders, "_fitted", fitted)
-    assert ladder.observe({(20,): 40}, [])
+    assert ladder.observe({(20,): 40})
     assert waits == [True]
 
 
-@pytest.mark.parametrize("make", [_sequential, _Broken])
-def test_only_what_compiles_enters_the_scope(make: Callable[[], nn.Module]) -> None:
+def test_only_what_compiles_enters_the_scope() -> None:
     """compiles_inside() costs a call nothing that finds its variant, behind a graph break too."""
     torch.compiler.reset()
     entered = []
@@ -266,7 +248,7 @@ def test_only_what_compiles_enters_the_scope(make: Callable[[], nn.Module]) -> N
         entered.append(1)
         yield
 
-    model = make()
+    model = _Broken()
 
     def call(x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = model(x)

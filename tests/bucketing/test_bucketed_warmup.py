@@ -85,15 +85,6 @@ class TestWhatIsProven:
             torch.testing.assert_close(wrapped(x), x.cumsum(1))
             assert len(runs) == 1, length
 
-    def test_no_call_compiles_after_an_example_longer_than_a_bucket(self) -> None:
-        """A part of the example has its strides, for which a graph would be compiled alone."""
-        wrapped = in_time(double, buckets=[4, 8, 16], **EAGER)
-        wrapped.warmup(torch.randn(2, 10))
-        with no_recompile():
-            for length in range(1, 17):
-                wrapped(torch.randn(2, length))
-        assert wrapped.stats().graphs == 3
-
     def test_a_function_that_takes_no_short_input_is_proven_with_longer_ones(self) -> None:
         wrapped, runs = self.counted(
             lambda x: torch.nn.functional.conv1d(x[:, None], torch.ones(1, 1, 5))

@@ -34,11 +34,11 @@ def refused(match: str, function: Any, *given: Any) -> str:
 def test_names_a_batch_size_that_is_new_and_not_the_bucket() -> None:
     wrapped = wrap(double, **IN_TIME)
     wrapped(torch.ones(2, 3))
-    new = r"x is \(3, 4\) after padding, compiled was \(2, 4\) \(t: 3 ->"
+    new = r"t: 3 -> 4 in x, because x after padding is \(3, 4\), compiled was \(2, 4\): call war"
     refused(new, wrapped, torch.ones(3, 3))
     refused("t: 5 -> 8 in x, a bucket that is not compi", wrapped, torch.ones(2, 5))
     with torch.no_grad():
-        refused("whether gradients are on is another", wrapped, torch.ones(2, 3))
+        refused("because whether gradients are on is False, compiled", wrapped, torch.ones(2, 3))
     with no_recompile():
         wrapped(torch.ones(2, 4))
 
@@ -50,14 +50,15 @@ def test_names_keywords_in_another_order() -> None:
     wrapped(ids=x, mask=x)
     with no_recompile():
         wrapped(ids=x, mask=x)
-    refused("t: 3 -> 4.*: mask, ids in another order", lambda: wrapped(mask=x, ids=x))
+    refused("t: 3 -> 4.* because mask, ids come in another order", lambda: wrapped(mask=x, ids=x))
 
 
 def test_names_arguments_that_the_warmup_lacked() -> None:
     wrapped = wrap(lambda x, m=None: x if m is None else x * m, mask="m", **IN_TIME)
     x = torch.ones(2, 3)
     wrapped.warmup(x)
-    refused(r"t: 3 -> 4 in x: given x, m, compiled for x: call warmup\(\) with", wrapped, x, x)
+    because = r"because m after padding is \(2, 4\), compiled was left out: call warmup\(\) with"
+    refused(f"t: 3 -> 4 in x, {because}", wrapped, x, x)
     wrapped.warmup(x, x)
     with no_recompile():
         wrapped(x, x)

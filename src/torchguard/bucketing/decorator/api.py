@@ -256,11 +256,9 @@ bucketed.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 
 
 def _wrap(function: Any, options: MaskingOptions) -> Any:
-    if isinstance(function, (Bucketed, BucketedModule, staticmethod, classmethod)):
-        raise TypeError(
-            f"bucketed: function is of type {type(function).__name__}: wrap what is inside"
-        )
     reason = _refused(function)
+    if isinstance(function, (Bucketed, BucketedModule, staticmethod, classmethod)):
+        reason = f"of type {type(function).__name__}: wrap what is inside"
     if reason is not None:
         raise TypeError(f"bucketed: function is {reason}")
     if isinstance(function, torch.nn.Module):

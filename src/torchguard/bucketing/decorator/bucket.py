@@ -206,8 +206,7 @@ class Input:
     label: str
     shape: tuple[int, ...]
     axes: tuple[tuple[int, str], ...]  # (dim, name of its axis)
-    fill: Fill
-    declared: bool  # whether the fill was, or is that of a mask
+    fill: Fill | None  # None where none is declared, which stands for 0
     device: torch.device
     dtype: torch.dtype
     requires_grad: bool
@@ -232,15 +231,6 @@ class Specialization(NamedTuple):
     def transformed(self) -> bool:
         """Whether a transform of ``torch.func`` runs the call, which nothing compiles."""
         return bool(self.global_state[3])
-
-
-def differing(specializations: Iterable[Specialization]) -> list[str]:
-    """Return the labels of the leaves that are not the same in all of these."""
-    values: dict[str, set[Any]] = {}
-    for each in specializations:
-        for label, key in each.unpadded:
-            values.setdefault(label, set()).add(key)
-    return [label for label, found in values.items() if len(found) > 1]
 
 
 @dataclass
@@ -268,7 +258,6 @@ _GROWS = 2.0
 class Bucket:
     """One size, or one for each axis, and what the first call or ``warmup()`` has made of it."""
 
-    sizes: tuple[int, ...]  # empty for what no bucket holds
     calls: int = 0
     real: int = 0
     padded: int = 0
@@ -316,7 +305,7 @@ class Known:
 
 def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[..., torch.Tensor]:
     """Return what pads these dims, (dim, size) each, of an input; it takes another fill too."""
-    shape, fill = each.shape, each.fill
+    shape, fill = each.shape, 0 if each.fill is None else each.fill
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -24,16 +25,15 @@ from torchguard.bucketing.decorator.bucket import (
     Known,
     Plan,
     Specialization,
-    differing,
     kind_of_call,
     leaf_key,
     sizes_of,
 )
 from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
-    Compiled,
     Compilers,
     compiling,
+    graph_for,
     recompile_reason,
 )
 from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
@@ -57,7 +57,7 @@ class Caller:
     ) -> None:
         if spec.options["overflow"] != "dynamic":
             compilers = compilers._replace(dynamic=None)
-        self.compiled = Compiled(function, compilers)
+        self.compilers = compilers
         self.function = function
         self.spec = spec
         self.name = name
@@ -72,20 +72,12 @@ class Caller:
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
         self._shared = spec.options["group"] is not None
-        self._fitting = any(ladder.automatic for ladder in spec.ladders.values())
+        self._fitting = any(ladder.fitting for ladder in spec.ladders.values())
 
-    def seen(self, axes: Iterable[str]) -> Counter[tuple[int, ...]]:
-        """Return how often each combination of the sizes of these axes was called."""
-        places = self._places(axes)
-        found: Counter[tuple[int, ...]] = Counter()
+    def seen(self) -> dict[tuple[int, ...], int]:
+        """Return how often each combination of the sizes of the axes was called."""
         # A list: a call of another thread may add one meanwhile.
-        for sizes, cell in list(self._seen.items()):
-            if cell[0]:
-                found[tuple(sizes[place] for place in places)] += cell[0]
-        return found
-
-    def _places(self, axes: Iterable[str]) -> list[int]:
-        return [list(self.spec.ladders).index(axis) for axis in axes]
+        return {sizes: cell[0] for sizes, cell in list(self._seen.items()) if cell[0]}
 
     # ---- in every call ----
 
@@ -234,7 +226,7 @@ class Caller:
                 sizes=sizes,
                 buckets=buckets,
                 side=self.spec.options["side"],
-                bucket=self.buckets.setdefault(own, Bucket(own)),
+                bucket=self.buckets.setdefault(own, Bucket()),
                 graph=self._uncompiled,
                 specialization=specialization,
                 seen=self._seen.setdefault(tuple(together.values()), [0]),
@@ -244,8 +236,8 @@ class Caller:
                 kind=kind_of_call(specialization, inputs, self.spec.masks, shared=self._shared),
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
-            if self.compiled.static is not None:
-                plan.graph = self.compiled.graph_for(plan)
+            if self.compilers.static is not None:
+                plan.graph = graph_for(self.function, self.compilers, plan)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan
@@ -294,7 +286,7 @@ class Caller:
         try:
             yield
         except PaddingLeakError as error:
-            hint = self.spec.unread_masks() or flattened_rows(plan)
+            hint = self.spec.unread() or flattened_rows(plan)
             # The same error, so that its traceback still begins where the leak was found.
             error.args = (f"{error}{hint}", *error.args[1:])
             raise
@@ -356,7 +348,10 @@ class Caller:
         """Warn once that something else than the size differs from call to call."""
         self._warned = True
         compiled_for = plan.graph.compiled_for
-        labels = ", ".join(differing(compiled_for)) or "grad mode, autocast or the structure"
+        keys = dict.fromkeys(itertools.chain.from_iterable(e.unpadded for e in compiled_for))
+        values = Counter(label for label, _ in keys)
+        differ = [label for label, count in values.items() if count > 1]
+        labels = ", ".join(differ) or "grad mode, autocast or the structure"
         warn_user(
             f"bucketed: {self.name} was compiled {len(compiled_for)} times for {sizes_of(plan)}, "
             f"because {labels} differs from call to call: numbers, texts and sizes that dims does "
@@ -372,7 +367,7 @@ class Caller:
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
     def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
-        asked = self.compiled.static is not None or self.spec.options["compile"] is not None
+        asked = self.compilers.static is not None or self.spec.options["compile"] is not None
         if not asked and not self._warned_of_compiling_around:
             self._warned_of_compiling_around = True
             warn_user(
@@ -396,15 +391,10 @@ class Caller:
             ValueError: they are above the largest bucket, or need no padding.
         """
         plan, call = self.plan_for(owner, args, kwargs)
-        if not plan.buckets:
-            raise ValueError(
-                f"bucketed: nothing to check: {sizes_of(plan)} is above the largest bucket"
-            )
         if not plan.pads:
-            raise ValueError(
-                f"bucketed: nothing to check: {sizes_of(plan)}, so nothing is padded; pass shorter "
-                "inputs"
-            )
+            fits = ", so nothing is padded; pass shorter inputs"
+            why = fits if plan.buckets else " is above the largest bucket"
+            raise ValueError(f"bucketed: nothing to check: {sizes_of(plan)}{why}")
         self.prove(plan, call, anew=True)
 
     def plan_for(
@@ -418,10 +408,11 @@ class Caller:
         """Fit automatic ladders once enough calls were seen."""
         changed = False
         for ladder in dict.fromkeys(self.spec.ladders.values()):
-            if ladder.fitting:
-                places = self._places(ladder.axes)
-                ran = {tuple(each[place] for place in places) for each in self.buckets if each}
-                changed |= ladder.observe(self.seen(ladder.axes), ran)
+            places = [list(self.spec.ladders).index(axis) for axis in ladder.axes]
+            seen: Counter[tuple[int, ...]] = Counter()
+            for sizes, count in self.seen().items():
+                seen[tuple(sizes[place] for place in places)] += count
+            changed |= ladder.observe(seen)
         self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
         if changed:
             # A plan keeps the sizes of its bucket, which may be another one now.

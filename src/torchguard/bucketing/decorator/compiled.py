@@ -54,35 +54,23 @@ def alone() -> Iterator[None]:
         yield
 
 
-class Compiled:
-    """Makes what runs a bucket: the function itself, or a compiled copy of it."""
-
-    def __init__(self, function: Callable[..., Any], compilers: Compilers) -> None:
-        self.function = function
-        self.static = compilers.static
-        self._above = Graph(function)
-        if compilers.dynamic is not None:
-            above = compilers.dynamic(_separated(function, "beyond_buckets"))
-            self._above = Graph(_torch.keep_settings(above), compiles=True)
-
-    def graph_for(self, plan: Plan) -> Graph:
-        """Return what runs a call; it is made where its bucket has none like it yet."""
-        graphs = plan.bucket.graphs
-        if plan.specialization.transformed:
-            # torch.compile runs what is inside a transform of torch.func uncompiled.
-            return graphs.setdefault("transformed", Graph(self.function))
-        if not plan.buckets:
-            return graphs.setdefault(None, self._above)
-        key = (plan.shapes, plan.specialization.global_state)
-        if key not in graphs:
-            assert self.static is not None
-            # Dynamo keeps the sizes it has seen under this name, in a file too.
-            sizes = "_".join("x".join(map(str, shape)) for _, shape in plan.shapes)
-            copied = _separated(self.function, f"bucket_{sizes}")
-            run = _torch.compiles_inside(self.static(copied), alone)
-            cuda_graphs = _torch.records_cuda_graphs(run)
-            graphs[key] = Graph(run, copied.__code__, compiles=True, cuda_graphs=cuda_graphs)
-        return graphs[key]
+def graph_for(function: Callable[..., Any], compilers: Compilers, plan: Plan) -> Graph:
+    """Return what runs a call; it is compiled where its bucket has none like it yet."""
+    compiler = compilers.static if plan.buckets else compilers.dynamic
+    # torch.compile runs what is inside a transform of torch.func uncompiled.
+    if compiler is None or plan.specialization.transformed:
+        return plan.graph
+    graphs = plan.bucket.graphs
+    key = (plan.shapes, plan.specialization.global_state) if plan.buckets else None
+    if key not in graphs:
+        # Dynamo keeps the sizes it has seen under this name, in a file too.
+        sizes = "_".join("x".join(map(str, shape)) for _, shape in plan.shapes)
+        copied = _separated(function, f"bucket_{sizes}" if plan.buckets else "beyond_buckets")
+        run = compiler(copied)
+        run = _torch.compiles_inside(run, alone) if plan.buckets else _torch.keep_settings(run)
+        cuda_graphs = _torch.records_cuda_graphs(run)
+        graphs[key] = Graph(run, copied.__code__, compiles=True, cuda_graphs=cuda_graphs)
+    return graphs[key]
 
 
 def graphs_of(graph: Graph) -> int:
@@ -112,35 +100,27 @@ _MODES = ("whether gradients are on", "inference mode", "autocast", "a transform
 
 def recompile_reason(plan: Plan) -> str:
     """Return what a call has that no graph was compiled for."""
-    inputs, state = dict(plan.shapes), plan.specialization.global_state
-    # The nearest reason is given: a bucket, then the global state, then other dims.
-    compiled = [
-        (dict(key[0]), key[1])
-        for key, each in list(plan.bucket.graphs.items())
-        if each.compiled_for and isinstance(key, tuple)
-    ]
+    graphs = list(plan.bucket.graphs.items())
+    compiled = [_parts(*key) for key, graph in graphs if graph.compiled_for]
     if not compiled:
         return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    others = ", ".join(compiled[0][0])
-    compiled = [each for each in compiled if each[0].keys() == inputs.keys()]
-    if not compiled:
-        return (
-            f"{sizes_of(plan)}: given {', '.join(inputs)}, compiled for {others}: call warmup() "
-            "with the arguments of this call"
-        )
-    known, then = next((each for each in compiled if each[0] == inputs), compiled[0])
-    if known == inputs:
-        if state == then:
-            return f"{sizes_of(plan)}: {', '.join(inputs)} in another order than was compiled"
-        index = next(i for i, (a, b) in enumerate(zip(state, then, strict=True)) if a != b)
-        what = _MODES[index] if index < len(_MODES) else "the training mode of a module"
-        return f"{sizes_of(plan)}: {what} is another than where this bucket was compiled"
+    own = _parts(plan.shapes, plan.specialization.global_state)
+    nearest = min(compiled, key=lambda each: len(own.items() ^ each.items()))
     changed = [
-        f"{label} is {shape} after padding, compiled was {known[label]}"
-        for label, shape in inputs.items()
-        if shape != known[label]
+        f"{what} is {own.get(what, 'left out')}, compiled was {nearest.get(what, 'left out')}"
+        for what in own | nearest
+        if own.get(what) != nearest.get(what)
     ]
-    return f"{', '.join(changed)} ({sizes_of(plan)})"
+    labels = ", ".join(label for label, _ in plan.shapes)
+    because = ", ".join(changed) or f"{labels} come in another order than was compiled"
+    return f"{sizes_of(plan)}, because {because}: call warmup() with the arguments of this call"
+
+
+def _parts(shapes: Any, state: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what a graph is compiled for, by what it is."""
+    modules = (f"the training mode of module {i}" for i in range(len(state) - len(_MODES)))
+    padded = {f"{label} after padding": shape for label, shape in shapes}
+    return padded | dict(zip((*_MODES, *modules), state, strict=True))
 
 
 def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
@@ -163,11 +143,14 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
     return original, Compilers(settings, settings)
 
 
-def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
+def _compilers(options: Any) -> Compilers:
     if options is not True and not isinstance(options, Mapping):
+        # The name of a mode or of a backend, given in place of the dict.
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        intended = {"mode" if options in modes else "backend": options}
         raise TypeError(
             f"bucketed: compile is {options!r}, expected True or a dict of torch.compile's "
-            f"arguments: compile={_intended(options)!r}"
+            f"arguments: compile={intended!r}"
         )
     arguments = {} if options is True else dict(options)
     if arguments.pop("dynamic", None):
@@ -180,12 +163,6 @@ def _compilers(options: bool | Mapping[str, Any]) -> Compilers:
         return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
 
     return Compilers(compiler(dynamic=False), compiler(dynamic=True))
-
-
-def _intended(given: Any) -> dict[str, Any]:
-    """Return the dict for what was given in its place: the name of a mode or of a backend."""
-    modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-    return {"mode" if given in modes else "backend": given or "inductor"}
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

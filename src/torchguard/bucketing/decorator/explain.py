@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import torch
 
 from torchguard._pytree import flatten, key_paths
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Input, Plan, sizes_of
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
+from torchguard.bucketing.decorator.options import input_of
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.bucketing.decorator.slices import Narrow
 from torchguard.equivalence.compare import PADDING, Verdict, judge
@@ -242,31 +243,44 @@ def explain_failure(
     if memory or not plan.pads or shapes.spec.options["group"] is not None:
         return None
     named = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
-    axes = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
+    padded = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
     suspects = [
         # Padded with a value that is there: it is a valid one, of labels too.
-        Input(
-            index, label, tuple(leaf.shape), ((dim, axis),), "repeat-last",
-            declared=True, device=leaf.device, dtype=leaf.dtype, requires_grad=leaf.requires_grad,
-        )
+        input_of(index, label, leaf, ((dim, axis),), "repeat-last")
         for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
         if isinstance(leaf, torch.Tensor)
-        for (dim, size), axis in itertools.product(enumerate(leaf.shape), axes)
+        for (dim, size), axis in itertools.product(enumerate(leaf.shape), padded)
         if size == plan.sizes[axis] and (index, dim) not in named
-    ][:_MOST_TRIED]  # fmt: skip
+    ][:_MOST_TRIED]
+    # First those in the dim in which dims names the axis: labels beside ids.
+    usual = {place for each in plan.inputs for place in each.axes}
+    in_place = [each for each in suspects if each.axes[0] in usual]
     with COMPILE_LOCK, uncompiled():
         # Where it runs as it was padded, the padding was not the reason.
         if not suspects or _works(shapes.function, plan, call):
             return None
-        usual = {place for each in plan.inputs for place in each.axes}
-        # First those in the dim in which dims names the axis: labels beside ids.
-        in_place = [each for each in suspects if each.axes[0] in usual]
-        groups = (*([each] for each in (*in_place, *suspects)), in_place, suspects)
-        for found in filter(None, groups):
+        for found in (*([each] for each in (*in_place, *suspects)), in_place, suspects):
             longer = replace(plan, inputs=(*plan.inputs, *found))
-            if _works(shapes.function, longer, call):
-                return _missing(shapes.name, plan, call, found)
-    return None
+            if found and _works(shapes.function, longer, call):
+                break
+        else:
+            return None
+    grown = ", ".join(
+        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
+        for axis in dict.fromkeys(each.axes[0][1] for each in found)
+    )
+    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
+    entries: dict[int, dict[int, str]] = {}
+    for each in found:
+        entries.setdefault(each.index, {}).update(each.axes)
+    text = (
+        f"bucketed: {shapes.name} was padded along {grown}, but not {shown}, which is as long: it "
+        f"runs once that is padded too. Name it in dims: {{..., {_typed(call, entries)[1:]}"
+    )
+    labels = {e.index: -100 for e in found if "label" in e.label or "target" in e.label}
+    if labels:
+        text += f", and say in fill what a loss ignores: {_typed(call, labels)}"
+    return ValueError(text)
 
 
 def _works(function: Callable[..., Any], plan: Plan, call: Call) -> bool:
@@ -279,25 +293,6 @@ def _works(function: Callable[..., Any], plan: Plan, call: Call) -> bool:
     except Exception:  # noqa: BLE001 - whatever it is, it did not work
         return False
     return True
-
-
-def _missing(name: str, plan: Plan, call: Call, found: Sequence[Input]) -> ValueError:
-    longer = ", ".join(
-        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
-        for axis in dict.fromkeys(each.axes[0][1] for each in found)
-    )
-    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
-    entries: dict[int, dict[int, str]] = {}
-    for each in found:
-        entries.setdefault(each.index, {}).update(each.axes)
-    text = (
-        f"bucketed: {name} was padded along {longer}, but not {shown}, which is as long: it "
-        f"runs once that is padded too. Name it in dims: {{..., {_typed(call, entries)[1:]}"
-    )
-    labels = {e.index: -100 for e in found if "label" in e.label or "target" in e.label}
-    if labels:
-        text += f", and say in fill what a loss ignores: {_typed(call, labels)}"
-    return ValueError(text)
 
 
 def _typed(call: Call, values: Mapping[int, Any]) -> str:

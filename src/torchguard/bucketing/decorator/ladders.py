@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchguard._files import write_text
-from torchguard.bucketing.buckets import Buckets, buckets_by_axes, total_cost
-from torchguard.bucketing.histogram import observe
+from torchguard.bucketing.buckets import Buckets, buckets_by_axes
 from torchguard.bucketing.pairs import PairBuckets, fit_pairs, holding, in_order
 
 _OBSERVED_CALLS = 32
@@ -28,23 +27,19 @@ class Ladder:
 
     def __init__(self, axes: tuple[str, ...], given: Any, *, growing: bool) -> None:
         self.axes = axes
-        self.automatic = given == "auto"
-        self.buckets: Buckets | PairBuckets | None = None if isinstance(given, str) else given
-        self.fitting = self.automatic
-        self._growing = growing or self.automatic
+        self.fitting = given == "auto"
+        self.shapes: list[tuple[int, ...]] = []
+        """Each bucket as a size per axis, cheapest first; none yet where they are automatic."""
+        if not self.fitting:
+            self.shapes = [each if isinstance(each, tuple) else (each,) for each in given]
+        self._growing = growing or self.fitting
         self._lock = threading.Lock()
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Return each bucket as a size per axis, cheapest first."""
-        if isinstance(self.buckets, Buckets):
-            return [(size,) for size in self.buckets.sizes]
-        return [] if self.buckets is None else [*self.buckets.shapes]
 
     def bucket_for(self, sizes: Mapping[str, int]) -> dict[str, int] | None:
         """Return the cheapest bucket for the sizes of its axes, None if none may be added."""
         own = tuple(sizes[axis] for axis in self.axes)
         with self._lock:
-            fits = (s for s in self.shapes() if all(n <= b for n, b in zip(own, s, strict=True)))
+            fits = (s for s in self.shapes if all(n <= b for n, b in zip(own, s, strict=True)))
             found = next(fits, None)
             if (found is None and self._growing) or self.fitting:
                 found = self._grown(own)
@@ -55,7 +50,7 @@ class Ladder:
         index = self.axes.index(axis)
         own = tuple(sizes[each] for each in self.axes)
         found = 0
-        for shape in self.shapes():
+        for shape in self.shapes:
             too_small = [place for place, size in enumerate(own) if size > shape[place]]
             if not too_small:
                 break
@@ -67,7 +62,7 @@ class Ladder:
     def too_large(self, sizes: Mapping[str, int], label: str) -> str:
         """Return why sizes have no bucket, and what to do."""
         if len(self.axes) == 1:
-            (axis,), largest = self.axes, max(self.shapes())[0]
+            (axis,), largest = self.axes, max(self.shapes)[0]
             return (
                 f"axis {axis!r} is {sizes[axis]} in {label}, but the largest bucket is {largest}: "
                 "add a larger one"
@@ -75,13 +70,11 @@ class Ladder:
         first, second = self.axes
         return (
             f"axes {first!r} and {second!r} are {sizes[first]} and {sizes[second]} (in {label}), "
-            f"but none of the buckets {self.shapes()} holds both: add a larger one, as "
+            f"but none of the buckets {self.shapes} holds both: add a larger one, as "
             "Buckets.fit_pairs(..., maximum=...) does"
         )
 
-    def observe(
-        self, arrived: Mapping[tuple[int, ...], int], compiled: Iterable[tuple[int, ...]]
-    ) -> bool:
+    def observe(self, arrived: Mapping[tuple[int, ...], int]) -> bool:
         """Fit automatic buckets once enough calls were seen; return whether they have changed."""
         seen: dict[Any, int] = {sizes: n for sizes, n in arrived.items() if min(sizes) > 0}
         if not self.fitting or sum(seen.values()) < _OBSERVED_CALLS:
@@ -90,9 +83,10 @@ class Ladder:
             self.fitting = False
             if len(self.axes) == 1:
                 counts = {size: count for (size,), count in seen.items()}
-                self.buckets = _fitted(counts, sorted({size for (size,) in compiled}))
+                fitted = _fitted(counts, [size for (size,) in self.shapes])
+                self.shapes = [(size,) for size in fitted]
             else:
-                self.buckets = _fitted_pairs(seen, self.shapes())
+                self.shapes = [*_fitted_pairs(seen, self.shapes)]
         return True
 
     def _grown(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,7 +95,7 @@ class Ladder:
         Its sizes are those of buckets there are, else the larger of twice the largest and the next
         power of two; only powers of two while sizes are observed.
         """
-        before = self.shapes()
+        before = self.shapes
         grown = []
         for index, size in enumerate(sizes):
             there = [] if self.fitting else sorted({each[index] for each in before})
@@ -114,20 +108,18 @@ class Ladder:
         if found not in before:
             # Cheapest first by their area; the cost that pairs were fitted with is not kept.
             area = math.prod(found)
-            shapes: list[Any] = [each for each in before if math.prod(each) <= area]
-            shapes += [found, *(each for each in before if math.prod(each) > area)]
-            self.buckets = Buckets(s for (s,) in shapes) if len(sizes) == 1 else in_order(shapes)
+            cheaper = [each for each in before if math.prod(each) <= area]
+            self.shapes = [*cheaper, found, *(each for each in before if each not in cheaper)]
         return found
 
 
 def _fitted(seen: Mapping[int, int], compiled: Sequence[int]) -> Buckets:
     """Return the best buckets for the sizes seen, and those for any that are longer."""
-    observed = observe(seen, "bucketed")
-    largest = int(observed.sizes[-1])
+    largest = max(seen)
     fitted = Buckets.fit(
         seen,
         None,
-        compile_cost=_WORTH_COMPILING * total_cost(observed, "linear", "bucketed"),
+        compile_cost=_WORTH_COMPILING * sum(size * count for size, count in seen.items()),
         already_compiled=[size for size in compiled if size <= largest],
         # 8 for tensor cores, unless all that was seen is shorter than that.
         # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html
@@ -175,16 +167,12 @@ def write_buckets(
     path: str | os.PathLike[str], ladders: Iterable[Ladder], seen: Mapping[Any, int]
 ) -> None:
     """Write the sizes of buckets to a file, all of it or nothing: no reader sees half of it."""
-    known = [each for each in ladders if each.buckets is not None]
+    known = [each for each in ladders if each.shapes]
     document = {
         "format": _FORMAT,
         "version": _VERSION,
-        "buckets": {e.axes[0]: e.buckets.sizes for e in known if isinstance(e.buckets, Buckets)},
-        "pairs": [
-            {"axes": each.axes, "shapes": each.buckets.shapes}
-            for each in known
-            if isinstance(each.buckets, PairBuckets)
-        ],
+        "buckets": {e.axes[0]: [s for (s,) in e.shapes] for e in known if len(e.axes) == 1},
+        "pairs": [{"axes": e.axes, "shapes": e.shapes} for e in known if len(e.axes) > 1],
         "seen": sorted(seen.items()),
     }
     write_text(path, json.dumps(document, indent=1) + "\n")

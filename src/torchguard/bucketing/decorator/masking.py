@@ -131,11 +131,16 @@ def _made_mask(
         return ~real if mask.kind == "padding" else real.clone()
 
 
-def mask_axes(inputs: Iterable[Input], mask: Mask) -> tuple[tuple[int, str], ...]:
-    """Return the dims of a mask, (S,) or (B, S), whose sizes vary: (dim, name of its axis)."""
-    holder, dim = _holder(inputs, mask.axis)
-    rows = tuple((0, axis) for of_holder, axis in holder.axes if dim and of_holder == 0)
-    return (*rows, (1 if dim else 0, mask.axis))
+def mask_axes(inputs: Iterable[Input], mask: Mask, value: Any) -> tuple[tuple[int, str], ...]:
+    """Return the dims of a mask whose sizes vary, the batch and the last: (dim, its axis)."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
+    last = (value.dim() - 1, mask.axis)
+    masked = (dict(each.axes) for each in inputs)
+    batch = next((names.get(0) for names in masked if mask.axis in names.values()), None)
+    # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
+    rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
+    return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
 
 
 def fresh_extras(spec: Spec, call: Call, plan: Plan) -> dict[str, torch.Tensor]:

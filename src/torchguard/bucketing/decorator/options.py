@@ -19,7 +19,7 @@ from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
-from torchguard.bucketing.decorator.masking import Mask, lengths_of, masks_of
+from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.api import MaskingOptions
@@ -96,18 +96,18 @@ class Spec:
         """Raise unless the function takes all that was named.
 
         A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
-        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish.
+        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish, and not
+        every call is checked.
         """
         taken = ", ".join(sorted(self.explicit)) or "nothing"
-        made = [("mask", name) for name in self.masks]
-        made += [("lengths", name) for name in self.lengths.values()]
+        made = [(what, name) for name, what in self._made().items()]
         given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
         for what, name in given + made:
             if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
                 raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
             if what == "fill" and dims.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
-        unused = sorted(self.explicit - {*self.masks, *self.lengths.values(), *self.dims})
+        unused = sorted(self.explicit - {*self._made(), *self.dims})
         for what, name in made:
             alike = [other for other in unused if _alike(other, name)]
             if name not in self.explicit and alike:
@@ -116,23 +116,25 @@ class Spec:
                     f"it {alike[0]!r}?"
                 )
 
-    def unread_masks(self) -> str:
-        """Return a hint about masks that only ``**kwargs`` takes; empty where there is none."""
-        found = [name for name in self.masks if name not in self.explicit]
+    def unread(self) -> str:
+        """Return a hint about masks and lengths that only ``**kwargs`` takes; empty without any."""
+        found = [(what, name) for name, what in self._made().items() if name not in self.explicit]
         if not found or not self.explicit or self.var_keyword is None:
             return ""
+        what, name = found[0]
         return (
-            f". mask names {found[0]!r}, which the function takes as one of **{self.var_keyword} "
+            f". {what} names {name!r}, which the function takes as one of **{self.var_keyword} "
             f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
         )
+
+    def _made(self) -> dict[str, str]:
+        """Return the option that names each argument that is made, by argument."""
+        lengths = dict.fromkeys(self.lengths.values(), "lengths")
+        return {**dict.fromkeys(self.masks, "mask"), **lengths}
 
     def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
         """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
         mask = self.masks.get(name)
-        if name not in self.dims:
-            axes_of_mask = self._axes_of_mask(self.masks[name], argument)
-            yield _input(places[()], name, argument, axes_of_mask, self.masks[name].fill)
-            return
         label = f"argument {name[1:]}" if name.startswith("*") else name
 
         def inside(value: Any, spec: Any, fill: Any, path: KeyPath) -> Iterator[Input]:
@@ -143,7 +145,7 @@ class Spec:
                 axes = _axes_of(value, spec, where)
                 if axes:
                     fill = mask.fill if fill is None and mask is not None else fill
-                    yield _input(places[path], where, value, axes, fill)
+                    yield input_of(places[path], where, value, axes, fill)
                 return
             parts = children(value)
             if parts is None:
@@ -159,34 +161,30 @@ class Spec:
 
         yield from inside(argument, self.dims[name], self.fill.get(name), ())
 
-    def _axes_of_mask(self, mask: Mask, value: Any) -> tuple[tuple[int, str], ...]:
-        """Return the dims to pad of a mask that ``dims`` does not name: the last, and the batch."""
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            raise TypeError(f"bucketed: {mask.argument} is {value!r}, expected a mask, a tensor")
-        last = (value.dim() - 1, mask.axis)
-        of_tensors = (names for spec in self.dims.values() for names in _dims_of_tensors(spec))
-        batch = next((names.get(0) for names in of_tensors if mask.axis in names.values()), None)
-        # One row, as of a mask (1, 1, T, T), is that of every row of the batch.
-        rows = value.dim() == 2 or (value.dim() > 2 and value.shape[0] != 1)  # noqa: PLR2004
-        return (last,) if batch is None or batch == mask.axis or not rows else ((0, batch), last)
-
 
 # ---- the tensors of a call that have dims to pad ----
 
 
 def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
     """Look at a call: its tensors that have dims to pad, and the size of each axis."""
-    inputs = []
+    inputs: list[Input] = []
+    declared: dict[str, list[Input]] = {}
     sizes: dict[str, tuple[int, str]] = {}
     names, _, treedefs, starts = call.signature
-    for name, argument, treedef, start in zip(
-        names, call.arguments, treedefs, starts, strict=False
-    ):
+    given = zip(names, call.arguments, treedefs, starts, strict=False)
+    # Masks that dims does not name come last: their batch is that of the first that dims names.
+    for name, argument, treedef, start in sorted(given, key=lambda each: each[0] not in spec.dims):
         if argument is None or (name not in spec.dims and name not in spec.masks):
             continue
         paths = [()] if treedef is None else key_paths(treedef)
         places = {path: place for place, path in enumerate(paths, start)}
-        for found in spec.find(name, argument, places):
+        if name in spec.dims:
+            tensors = declared[name] = [*spec.find(name, argument, places)]
+        else:
+            in_order = (each for known in spec.dims for each in declared.get(known, ()))
+            axes = mask_axes(in_order, spec.masks[name], argument)
+            tensors = [input_of(start, name, argument, axes, spec.masks[name].fill)]
+        for found in tensors:
             for dim, axis in found.axes:
                 size = found.shape[dim]
                 before, label = sizes.setdefault(axis, (size, found.label))
@@ -231,20 +229,9 @@ def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisS
     return {axis: found[axis] for axis in sizes}
 
 
-def _dims_of_tensors(spec: Any) -> Iterator[dict[int, str | None]]:
-    inside = dict(_items(spec))
-    nested = [each for each in inside.values() if isinstance(each, (Mapping, list, tuple))]
-    for inner in nested:
-        yield from _dims_of_tensors(inner)
-    if not nested:
-        yield {dim: _name(each, "dims") for dim, each in inside.items()}
-
-
-def _name(axis: Any, where: str) -> str | None:
+def _name(axis: Any, where: str) -> str:
     """Return the name of an axis: a string, or a ``torch.export.Dim``, which has one."""
-    if axis is None or isinstance(axis, str):
-        return axis
-    name = getattr(axis, "__name__", None)
+    name = axis if isinstance(axis, str) else getattr(axis, "__name__", None)
     if isinstance(name, str):
         return name
     raise TypeError(f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'")
@@ -265,10 +252,8 @@ def _axis_names(spec: Any, where: str) -> Iterator[str]:
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):
             yield from _axis_names(inner, f"{where}[{index}]")
-    else:
-        name = _name(spec, where)
-        if name is not None:
-            yield name
+    elif spec is not None:
+        yield _name(spec, where)
 
 
 def _alike(name: str, other: str) -> bool:
@@ -277,14 +262,12 @@ def _alike(name: str, other: str) -> bool:
     return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
-def _input(
+def input_of(
     index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
 ) -> Input:
-    declared = fill is not None
-    return Input(
-        index, label, tuple(tensor.shape), axes, fill if declared else 0, declared=declared,
-        device=tensor.device, dtype=tensor.dtype, requires_grad=tensor.requires_grad,
-    )  # fmt: skip
+    """Describe a tensor."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return Input(index, label, shape, axes, fill, tensor.device, dtype, tensor.requires_grad)
 
 
 def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, str], ...]:
@@ -294,14 +277,12 @@ def _axes_of(tensor: torch.Tensor, spec: Any, where: str) -> tuple[tuple[int, st
         )
     axes = []
     for dim, axis in _items(spec):
-        name = _name(axis, f"dims of {where}")
         if not -tensor.dim() <= dim < tensor.dim():
             raise IndexError(
                 f"bucketed: {where} has shape {tuple(tensor.shape)}, but dims names its "
                 f"dimension {dim}"
             )
-        assert name is not None
-        axes.append((dim % tensor.dim(), name))
+        axes.append((dim % tensor.dim(), _name(axis, "dims")))
     return tuple(axes)
 
 

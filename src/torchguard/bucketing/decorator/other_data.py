@@ -19,6 +19,7 @@ import torch
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras
 from torchguard.bucketing.decorator.options import AxisSizes, Spec
+from torchguard.bucketing.padding import pad_to_bucket
 
 _LARGER, _SMALLER = 64.0, 1 / 64
 _WHOLE = 31
@@ -225,35 +226,43 @@ def shortened(spec: Spec, plan: Plan, call: Call) -> tuple[Plan, Call] | None:
     shorter they are, the less they are like what the function is made for.
     """
     masks = given_masks(spec.masks, plan.inputs, call.leaves)
-    windows: dict[str, tuple[int, int]] = {}
     sizes: AxisSizes = dict(plan.sizes)
     for axis, size in plan.sizes.items():
         # Of two axes that share their buckets, the first may be cut already.
         shortest = max((size + 1) // 2, spec.ladders[axis].least(axis, sizes), 2)
-        if shortest >= size:
-            continue
-        start = real_window(masks, axis, size, shortest, spec.options["side"])
-        if start is not None:
-            windows[axis] = (start, shortest)
+        side = spec.options["side"]
+        if shortest < size and _real_window(masks, axis, size, shortest, side) is not None:
             sizes[axis] = shortest
-    if not windows:
+    lengths = {axis: size for axis, size in sizes.items() if size != plan.sizes[axis]}
+    cut = {e.index for e in plan.inputs if any(axis in lengths for _, axis in e.axes)}
+    if not lengths or may_be_sizes(call, plan.inputs, cut, min(lengths.values())):
         return None
-    new: dict[int, Any] = {}
-    inputs = []
-    for each in plan.inputs:
-        tensor = call.leaves[each.index]
-        for dim, axis in each.axes:
-            if axis in windows:
-                tensor = tensor.narrow(dim, *windows[axis])
-        if any(axis in windows for _, axis in each.axes):
-            new[each.index] = tensor.detach().requires_grad_(tensor.requires_grad)
-        inputs.append(replace(each, shape=tuple(tensor.shape)))
-    if may_be_sizes(call, plan.inputs, new, min(length for _, length in windows.values())):
-        return None
-    shorter = call.with_leaves(new)
+    shorter = resized(spec, plan.inputs, call, sizes)
+    shapes = {each.index: tuple(shorter.leaves[each.index].shape) for each in plan.inputs}
+    inputs = tuple(replace(each, shape=shapes[each.index]) for each in plan.inputs)
     extras = make_extras(spec, shorter, inputs, sizes, plan.buckets)
-    plan = replace(plan, inputs=tuple(inputs), sizes=sizes, extras=extras, slices={}, ready=False)
-    return plan, shorter
+    return replace(plan, inputs=inputs, sizes=sizes, extras=extras, slices={}, ready=False), shorter
+
+
+def resized(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisSizes) -> Call:
+    """Return a call with its inputs cut or padded to these sizes.
+
+    They are cut where the caller's own mask calls something real, in every sequence.
+    """
+    masks = given_masks(spec.masks, inputs, call.leaves)
+    side = spec.options["side"]
+    new: dict[int, Any] = {}
+    for each in inputs:
+        sized, fill = call.leaves[each.index].detach(), 0 if each.fill is None else each.fill
+        for dim, axis in each.axes:
+            size, length = sizes[axis], sized.shape[dim]
+            if size < length:
+                start = _real_window(masks, axis, length, size, side) or 0
+                # Copied: a graph is compiled for strides too, and a call's are not those of a part.
+                sized = sized.narrow(dim, start, size).clone()
+            sized = pad_to_bucket(sized, dim, size, value=fill, side=side).tensor
+        new[each.index] = sized.requires_grad_(each.requires_grad)
+    return call.with_leaves(new)
 
 
 def may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length: int) -> bool:
@@ -272,7 +281,7 @@ def may_be_sizes(call: Call, inputs: Iterable[Input], cut: Iterable[int], length
     )
 
 
-def real_window(masks: Sequence[Real], axis: str, size: int, length: int, side: str) -> int | None:
+def _real_window(masks: Sequence[Real], axis: str, size: int, length: int, side: str) -> int | None:
     """Return where a part begins in which every sequence has something real."""
     own = [each.positions for each in masks if each.axis == axis]
     starts = (0, size - length) if side == "right" else (size - length, 0)

@@ -146,13 +146,12 @@ def _flatten(whole: Any) -> tuple[list[Any], Any]:
 # ---- in the first call of a kind ----
 
 
-class OutputShapes:
+class OutputShapes(NamedTuple):
     """Finds out how much of an output of a function is real."""
 
-    def __init__(self, function: Callable[..., Any], spec: Spec, name: str) -> None:
-        self.function = function
-        self.spec = spec
-        self.name = name
+    function: Callable[..., Any]
+    spec: Spec
+    name: str
 
     def slice(self, plan: Plan, call: Call, whole: Any) -> Any:
         """Take the real part of an output, which may be of a new kind."""
@@ -266,7 +265,7 @@ class OutputShapes:
         extras: dict[str, Any] = dict(plan.extras) if as_padded else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
-            argument: mask_axes(plan.inputs, mask)
+            argument: mask_axes(plan.inputs, mask, extras[argument])
             for argument, mask in self.spec.masks.items()
             if hints and argument in extras
         }

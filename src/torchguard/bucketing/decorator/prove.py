@@ -17,12 +17,7 @@ import torch
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
 from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
-from torchguard.bucketing.decorator.masking import (
-    Real,
-    given_masks,
-    make_extras,
-    real_extras,
-)
+from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras, real_extras
 from torchguard.bucketing.decorator.other_data import (
     COMPARING,
     STEPS,
@@ -130,7 +125,7 @@ class _Checker:
         self._inputs = [
             each
             for each in plan.inputs
-            if not each.declared and each.index in padded and each.label not in neutral
+            if each.fill is None and each.index in padded and each.label not in neutral
         ]
         """The inputs whose padding gets other values."""
         self._shapes = shapes
@@ -384,8 +379,7 @@ class _Checker:
             )
             extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
             again = replace(plan, inputs=inputs, extras=extras, slices={})
-            shapes = OutputShapes(self._shapes.function, spec, self._shapes.name)
-            checker = _Checker(shapes, again, case.call, ())
+            checker = _Checker(self._shapes._replace(spec=spec), again, case.call, ())
             with contextlib.suppress(Exception):
                 found = checker.first(replace(case, plan=again))
                 if found.leak is None and found.dependence is None:

@@ -79,8 +79,8 @@ def declared_steps(
                     f"{tuple(leaf.shape)}"
                 )
             what = f"dimension {dim} of {label}"
-            named = _DeclaredDim(dim % leaf.dim(), leaf.shape[dim], label, what, sizes, buckets)
-            step = (named.fold if isinstance(size, tuple) else named.narrow)(size, side)
+            place, length = dim % leaf.dim(), leaf.shape[dim]
+            step = _declared_step(size, place, length, what, sizes, buckets, side)
             if step is not None:
                 steps.append(step)
         if steps:
@@ -89,59 +89,43 @@ def declared_steps(
     return tuple(found)
 
 
-class _DeclaredDim(NamedTuple):
-    """A dim of an output that ``outputs=`` names."""
-
-    dim: int
-    size: int
-    label: str
-    what: str
-    sizes: AxisSizes
-    buckets: AxisSizes
-
-    def narrow(self, size: Any, side: Side) -> Narrow | None:
-        padded, length = self._sizes(size)
-        if self.size != padded:
-            raise ValueError(
-                f"bucketed: outputs says that {self.what} is {padded} for "
-                f"{_listed(self.buckets)}, but it is {self.size}"
-            )
-        return None if length == padded else Narrow.of(self.dim, length, padded, side)
-
-    def fold(self, parts: tuple[Any, ...], side: Side) -> Fold | None:
-        """Read ``(None, "t")``: what was flattened into the dim, None for one of any size."""
-        if parts.count(None) > 1:
-            raise ValueError(
-                f"bucketed: outputs has {parts!r} for {self.what}, expected None for one part only"
-            )
-        pairs = [
-            (part, part) if part is None or type(part) is int else self._sizes(part)
-            for part in parts
-        ]
-        known = math.prod(padded for padded, _ in pairs if padded is not None)
-        other = self.size // known if known else 0
-        sizes = tuple(other if padded is None else padded for padded, _ in pairs)
-        if math.prod(sizes) != self.size:
-            raise ValueError(
-                f"bucketed: outputs says that {self.what} is {parts!r} flattened, for "
-                f"{_listed(self.buckets)}, but it is {self.size}, which is no multiple of {known}"
-            )
-        narrows = tuple(
-            Narrow.of(index, length, padded, side)
-            for index, (padded, length) in enumerate(pairs)
-            if padded is not None and length is not None and length != padded
+def _declared_step(  # noqa: PLR0917
+    declared: Any, dim: int, size: int, what: str, sizes: AxisSizes, buckets: AxisSizes, side: Side
+) -> Narrow | Fold | None:
+    """Return what of a dim is real: of ``"t"``, of a function, or of ``(None, "t")``, a fold."""
+    folds = isinstance(declared, tuple)
+    parts = declared if folds else (declared,)
+    if parts.count(None) > 1:
+        raise ValueError(
+            f"bucketed: outputs has {parts!r} for {what}, expected None for one part only"
         )
-        return Fold(self.dim, sizes, narrows) if narrows else None
-
-    def _sizes(self, size: Any) -> tuple[int, int]:
-        """Return a declared size after padding, and how much of it is real."""
-        padded, length = (_evaluated(size, each, self.label) for each in (self.buckets, self.sizes))
-        if not 0 <= length <= padded:
+    fixed = (int, type(None)) if folds else ()
+    padded, real = (
+        [part if type(part) in fixed else _evaluated(part, each, what) for part in parts]
+        for each in (buckets, sizes)
+    )
+    known = math.prod(each for each in padded if each is not None)
+    if None in padded:  # of any size
+        padded[parts.index(None)] = real[parts.index(None)] = size // known if known else 0
+    if math.prod(padded) != size:
+        shown = f"{parts!r} flattened," if folds else known
+        multiple = f", which is no multiple of {known}" if folds else ""
+        raise ValueError(
+            f"bucketed: outputs says that {what} is {shown} for {_listed(buckets)}, but it is "
+            f"{size}{multiple}"
+        )
+    narrows = []
+    for index, (length, most) in enumerate(zip(real, padded, strict=True)):
+        if not 0 <= length <= most:
             raise ValueError(
-                f"bucketed: outputs gives {length} for {self.what} at {_listed(self.sizes)}, "
-                f"expected 0 to {padded}"
+                f"bucketed: outputs gives {length} for {what} at {_listed(sizes)}, expected 0 to "
+                f"{most}"
             )
-        return padded, length
+        if length != most:
+            narrows.append(Narrow.of(index, length, most, side))
+    if folds and narrows:
+        return Fold(dim, tuple(padded), tuple(narrows))
+    return narrows[0]._replace(dim=dim) if narrows else None
 
 
 def _declared_at(declared: Any, path: KeyPath) -> Any:
@@ -156,7 +140,7 @@ def _declared_at(declared: Any, path: KeyPath) -> Any:
     return declared
 
 
-def _evaluated(size: Any, sizes: AxisSizes, label: str) -> int:
+def _evaluated(size: Any, sizes: AxisSizes, what: str) -> int:
     if isinstance(size, str) and size in sizes:
         return sizes[size]
     if callable(size):
@@ -164,7 +148,7 @@ def _evaluated(size: Any, sizes: AxisSizes, label: str) -> int:
         if all(name in sizes for name in wanted):
             return int(size(**{name: sizes[name] for name in wanted}))
     raise TypeError(
-        f"bucketed: outputs has {size!r} for {label}, expected one of {', '.join(sizes)}, or a "
+        f"bucketed: outputs has {size!r} for {what}, expected one of {', '.join(sizes)}, or a "
         f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2, or "
         f"(None, {next(iter(sizes))!r}) for a batch and its rows flattened into one dim"
     )

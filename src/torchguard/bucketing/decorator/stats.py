@@ -80,10 +80,10 @@ def stats_of(caller: Caller) -> BucketedStats:
         buckets = {sizes: replace(each) for sizes, each in caller.buckets.items()}
         graphs = {id(each): each for b in buckets.values() for each in list(b.graphs.values())}
     # Under the empty key are the calls that no bucket held.
-    above = buckets.pop((), Bucket(()))
+    above = buckets.pop((), Bucket())
     real = sum(each.real for each in buckets.values())
     padded = sum(each.padded for each in buckets.values())
-    seen: dict[Any, int] = dict(caller.seen(caller.spec.ladders))
+    seen: dict[Any, int] = dict(caller.seen())
     if len(caller.spec.ladders) == 1:
         seen = {size: count for (size,), count in seen.items()}
     neutral = [label for each in list(caller.known.values()) for label in sorted(each.neutral)]
@@ -97,7 +97,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         graphs=sum(graphs_of(each) for each in graphs.values()),
         axes=tuple(caller.spec.ladders),
         relies_on_fill_0=tuple(dict.fromkeys(neutral)),
-        compiled=caller.compiled.static is not None,
+        compiled=caller.compilers.static is not None,
         proven=tuple(sorted(sizes for sizes, each in buckets.items() if each.proven)),
         seen=seen,
     )

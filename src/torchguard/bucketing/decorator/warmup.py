@@ -19,11 +19,9 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import alone
-from torchguard.bucketing.decorator.masking import given_masks
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
-from torchguard.bucketing.decorator.other_data import may_be_sizes, real_window
+from torchguard.bucketing.decorator.other_data import may_be_sizes, resized
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
-from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,
     module_state_restored,
@@ -56,7 +54,7 @@ def warm_up(
 ) -> WarmupReport:
     """Prove and compile every combination of buckets for an example like this one, and time it."""
     spec = caller.spec
-    if caller.compiled.static is None and spec.options["compile"] is None:
+    if caller.compilers.static is None and spec.options["compile"] is None:
         warn_user(
             f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
             "compile=True to bucketed"
@@ -66,7 +64,7 @@ def warm_up(
     combinations = _combinations(spec)
     modules = call.modules(caller.function)
     seconds: dict[tuple[int, ...], float] = {}
-    errors: dict[tuple[int, ...], Exception] = {}
+    left_out: dict[tuple[int, ...], str] = {}
     for buckets in combinations:
         key = tuple(buckets[axis] for axis in spec.ladders)
         # Not isolated(): Dynamo guards on whether autocast's cache is on.
@@ -81,14 +79,10 @@ def warm_up(
                 # Its frames hold what it had in memory already: the next bucket needs that.
                 for each in (error, error.__cause__, error.__context__):
                     traceback.clear_frames(None if each is None else each.__traceback__)
-                errors[key] = error.with_traceback(None)
-    # Nothing fits, so there is nothing that a warning could leave: the last is the smallest.
-    if errors and len(errors) == len(combinations):
-        raise list(errors.values())[-1]
-    left_out = {
-        key: (str(error).strip() or type(error).__name__).splitlines()[0]
-        for key, error in errors.items()
-    }
+                left_out[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
+                # Not even the smallest fits, so there is nothing that a warning could leave.
+                if len(left_out) == len(combinations):
+                    raise
     if left_out:
         shown = "; ".join(
             ", ".join(f"{axis} = {size}" for axis, size in zip(spec.ladders, sizes, strict=True))
@@ -172,23 +166,8 @@ def _resized(
     caller: Caller, call: Call, inputs: Sequence[Input], sizes: AxisSizes
 ) -> tuple[Plan, Call]:
     """Return the example cut or padded to these sizes, and its plan."""
-    masks = given_masks(caller.spec.masks, inputs, call.leaves)
-    side = caller.spec.options["side"]
-    new = {}
-    for each in inputs:
-        tensor = call.leaves[each.index]
-        sized = tensor.detach()
-        for dim, axis in each.axes:
-            size, length = sizes[axis], sized.shape[dim]
-            if size < length:
-                # Where the caller's own mask calls something real, in every sequence.
-                start = real_window(masks, axis, length, size, side) or 0
-                # Copied: a graph is compiled for strides too, and a call's are not those of a part.
-                sized = sized.narrow(dim, start, size).clone()
-            sized = pad_to_bucket(sized, dim, size, value=each.fill, side=side).tensor
-        new[each.index] = sized.requires_grad_(tensor.requires_grad)
-    resized = call.with_leaves(new)
-    args, kwargs = resized.bind()
+    sized = resized(caller.spec, inputs, call, sizes)
+    args, kwargs = sized.bind()
     return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
 
 
@@ -225,7 +204,7 @@ def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
 
 def _combinations(spec: Spec) -> list[AxisSizes]:
     """Return the sizes of each combination of buckets, the largest first."""
-    empty = [name for name, ladder in spec.ladders.items() if ladder.buckets is None]
+    empty = [name for name, ladder in spec.ladders.items() if not ladder.shapes]
     if empty:
         raise ValueError(
             f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
@@ -236,7 +215,7 @@ def _combinations(spec: Spec) -> list[AxisSizes]:
     axes = [axis for ladder in ladders for axis in ladder.axes]
     combinations = [
         dict(zip(axes, itertools.chain(*shapes), strict=True))
-        for shapes in itertools.product(*(ladder.shapes() for ladder in ladders))
+        for shapes in itertools.product(*(ladder.shapes for ladder in ladders))
     ]
     # What runs out of memory does so at once.
     combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)

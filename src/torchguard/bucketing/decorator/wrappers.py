@@ -84,7 +84,7 @@ class _Methods:
         """
         caller, _ = self._bucketed_caller()
         ladders = dict.fromkeys(caller.spec.ladders.values())
-        write_buckets(path, ladders, caller.seen(caller.spec.ladders))
+        write_buckets(path, ladders, caller.seen())
 
 
 # ---- a function ----
@@ -171,10 +171,10 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle finds a decorated function under its name; it is this object itself.
         name = getattr(self, "__qualname__", "")
-        module = getattr(self, "__module__", None)
-        if module is not None and _lookup(module, name) is self:
-            return name
-        return Bucketed, (self._given, self._options)
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Bucketed, (self._given, self._options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As a function, which is the same after a deepcopy.
@@ -226,13 +226,6 @@ def _seems_a_method(function: Any) -> bool:
         return False
     outer, _, _ = function.__qualname__.rpartition(".")
     return bool(outer) and not outer.endswith("<locals>")
-
-
-def _lookup(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 # ---- a module ----

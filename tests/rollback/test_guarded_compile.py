@@ -82,10 +82,6 @@ def branches(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.sum() > 0 else x - 1
 
 
-def makes_tensors(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.ones(3, device="cpu") + torch.arange(3)
-
-
 inner = torch.compile(plain, backend="eager")
 
 
@@ -97,7 +93,7 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = {
     each.__name__: each
     for each in (
-        plain, in_place, resizes, broken, disabled_inside, branches, makes_tensors, nested,
+        plain, in_place, resizes, broken, disabled_inside, branches, nested,
     )
 }  # fmt: skip
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -255,14 +251,13 @@ def test_a_stance_of_the_compiler_means_the_same_inside(stance: Any) -> None:
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_training_compiled_gives_the_same_gradients(backend: str) -> None:
+def test_training_compiled_gives_the_same_gradients() -> None:
     found = []
     for scope in SCOPES.values():
         torch._dynamo.reset()
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
         with scope():
-            torch.compile(module, backend=backend)(X).sum().backward()
+            torch.compile(module, backend="aot_eager")(X).sum().backward()
         found.append([parameter.grad.tolist() for parameter in module.parameters()])  # type: ignore[union-attr]
     assert found[1] == found[2] == found[0]

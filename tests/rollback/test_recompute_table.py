@@ -138,48 +138,11 @@ class RreluHeld(nn.Linear):
         return self.act(super().forward(x), training=True)
 
 
-class Shaped(nn.Module):
-    """A module on input of another shape, between two linear layers."""
-
-    def __init__(self, module: nn.Module, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.first, self.module, self.last = nn.Linear(C, C), module, nn.Linear(C, C)
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.last(self.module(h.reshape(self.shape)).reshape(h.shape))  # type: ignore[no-any-return]
-
-
-def _shaped(kind: Any, shape: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    return lambda: Shaped(kind(*args, **options), shape)
-
-
-_1D, _3D = (2, C, 3), (2, C, 3, 1, 1)
-_TRACKED = {"affine": True, "track_running_stats": True}
-NORMS = {
-    "BatchNorm1d": _shaped(nn.BatchNorm1d, _1D, C),
-    "BatchNorm3d": _shaped(nn.BatchNorm3d, _3D, C),
-    "InstanceNorm1d": _shaped(nn.InstanceNorm1d, _1D, C, **_TRACKED),
-    "LayerNorm": _shaped(nn.LayerNorm, (6, C), C),
-    "GroupNorm": _shaped(nn.GroupNorm, _1D, 2, C),
-}
-DROPOUTS = {
-    "Dropout": _shaped(nn.Dropout, (6, C), 0.4),
-    "Dropout1d": _shaped(nn.Dropout1d, _1D, 0.4),
-    "AlphaDropout": _shaped(nn.AlphaDropout, (6, C), 0.4),
-}
-PARAMETRIZED: dict[str, Any] = {
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(C, C)),
-    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(C, C)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(C, C)),
-    "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(C, C)),
-    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(C, C)),
-}
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    **NORMS,
-    **DROPOUTS,
-    **PARAMETRIZED,
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(C, C), nn.BatchNorm1d(C), nn.Linear(C, C)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(C, C)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(C, C)),
+    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(C, C)),
     "running mean": block(running_mean, running=Buffer(torch.ones, C)),
     "replaced buffer": block(replaced_buffer, running=Buffer(torch.ones, C)),
     "views of a buffer": ViewsOfABuffer,
@@ -215,15 +178,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         rnn=lambda: nn.LSTM(C, C, num_layers=2, dropout=0.3),
     ),
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(C, 2, 8, dropout=0.2),
-    "Linear": lambda: nn.Linear(C, C),
 }  # fmt: skip
 
 RRELUS = {"RReLU", "rrelu", "rrelu beside", "rrelu held"}
-RIGHT_WITHOUT = {
-    *(name for name in NORMS if "Batch" not in name and "Instance" not in name), *DROPOUTS,
-    "weight_norm", "orthogonal", "old weight_norm", "MaxNorm", "LSTM",
-    "TransformerEncoderLayer", "Linear",
-}  # fmt: skip
+RIGHT_WITHOUT = {"orthogonal", "MaxNorm", "LSTM", "TransformerEncoderLayer"}
 
 
 def outcome(make: Callable[[], nn.Module], seed: int, call: Callable[..., Tensor]) -> list[Tensor]:

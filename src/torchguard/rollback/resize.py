@@ -348,7 +348,7 @@ def _require_tensor(tensor: object, operation: str) -> None:
 
 def _elements(sizes: tuple[Any, ...]) -> int | None:
     """Multiply sizes; None where torch will complain or a compiler is at work."""
-    if len(sizes) == 1 and type(sizes[0]) is not int and isinstance(sizes[0], Sequence):
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
         sizes = tuple(sizes[0])
     integers = _integers(sizes)
     if not integers:

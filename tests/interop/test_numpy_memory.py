@@ -125,28 +125,22 @@ def test_a_writable_array_is_shared_as_before(door: str, installed: None) -> Non
     assert shares == (door not in with_torch)
 
 
-@pytest.mark.parametrize("name", ["from_numpy", "as_tensor", "asarray", "from_dlpack"])
-def test_helpers_need_no_install_with_an_array(name: str) -> None:
-    array = np.zeros(3)
-    getattr(numpy_memory, name)(array).fill_(7)
-    assert array.tolist() == [7, 7, 7]
-    array.flags.writeable = False
-    check_helper(name, array)
-
-
-@pytest.mark.parametrize("name", ["asarray", "frombuffer"])
-def test_helpers_need_no_install_with_a_buffer(name: str) -> None:
-    buffer = bytearray(3)
-    getattr(numpy_memory, name)(buffer, dtype=torch.uint8).fill_(7)
-    assert bytes(buffer) == b"\7\7\7"
-    check_helper(name, bytes(buffer), dtype=torch.uint8)
-
-
-def check_helper(name: str, frozen: Any, **options: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "array") for name in ("from_numpy", "as_tensor", "asarray", "from_dlpack")),
+        *((name, "buffer") for name in ("asarray", "frombuffer")),
+    ],
+)
+def test_helpers_need_no_install(name: str, kind: str) -> None:
     helper: Callable[..., torch.Tensor] = getattr(numpy_memory, name)
-    before = bytes(frozen)
+    memory: Any = np.zeros(3, np.uint8) if kind == "array" else bytearray(3)
+    options = {} if kind == "array" else {"dtype": torch.uint8}
+    helper(memory, **options).fill_(7)
+    assert bytes(memory) == b"\7\7\7"
+    frozen = read_only(memory, "plain") if kind == "array" else bytes(memory)
     helper(frozen, **options).fill_(0)
-    assert bytes(frozen) == before
+    assert bytes(frozen) == b"\7\7\7"
     with pytest.raises(torchguard.errors.ReadOnlyMemoryError, match=name):
         helper(frozen, readonly="raise", **options)
     torch.set_warn_always(True)  # torch's own, that the tensor can write, comes once in a process

@@ -80,7 +80,7 @@ def under_no_grad_inside(v: torch.Tensor) -> tuple[Any, ...]:
         m[0] = v[0]
     first = m.requires_grad
     m[1] = v[1]
-    return m, first, m.requires_grad
+    return m, first, m.requires_grad, m.detach().requires_grad
 
 
 def on_an_input(v: torch.Tensor, m: torch.Tensor) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ QUANTIZES = """
             return torch.matmul(torch.cat([y, y]), x.t())
 
     def quantized(guard):
-        with guard:
+        with guard():
             from torch.ao.quantization import get_default_qconfig_mapping
             from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
             x = torch.randn(2, 4)
@@ -34,7 +34,7 @@ QUANTIZES = """
             prepared(x)
             return [node.name for node in convert_fx(prepared).graph.nodes]
 
-    guards = [install("out", "resize", only_if_needed=False), contextlib.nullcontext()]
+    guards = [lambda: install("out", "resize", only_if_needed=False), contextlib.nullcontext]
     first, second = map(quantized, guards[::{order}])
     assert first == second
     assert {{"add", "dequantize"}} <= {{name.rstrip("_0123456789") for name in first}}, first

@@ -254,12 +254,9 @@ def safe_set_(
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
     """
-    given = {"source": source, "storage_offset": storage_offset, "size": size, "stride": stride}
-    arguments = {
-        name: value
-        for name, value in given.items()
-        if value is not _ABSENT and not (name == "source" and value is None)
-    }
+    given = {"storage_offset": storage_offset, "size": size, "stride": stride}
+    arguments: dict[str, Any] = {} if source is None else {"source": source}
+    arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
     saved = begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
     try:

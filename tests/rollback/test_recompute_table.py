@@ -72,16 +72,10 @@ class ViewsOfABuffer(Block):
         return (h * self.statistics[0] * self.turned[:, 0]).tanh()
 
 
-def codebook(self: Any, h: Tensor) -> Tensor:
-    nearest = torch.cdist(h.detach(), self.codes).argmin(1)
-    quantized = self.codes[nearest]
-    self.codes.data.index_add_(0, nearest, 0.1 * (h.detach() - quantized))
-    return h * self.codes[nearest]  # type: ignore[no-any-return]
-
-
 def counter(self: Any, h: Tensor) -> Tensor:
     self.calls += 1
-    return h * self.calls  # type: ignore[no-any-return]
+    self.last = (*self.last[-1:], self.calls)
+    return h * sum(self.last)  # type: ignore[no-any-return]
 
 
 def hidden(self: Any, h: Tensor) -> Tensor:
@@ -95,11 +89,6 @@ def written_attribute(self: Any, h: Tensor) -> Tensor:
     return h * self.total  # type: ignore[no-any-return]
 
 
-def states(self: Any, h: Tensor) -> Tensor:
-    self.states = (*self.states[-1:], h.detach())
-    return h * sum(self.states)  # type: ignore[no-any-return]
-
-
 def cached_once(self: Any, h: Tensor) -> Tensor:
     if not hasattr(self, "cached"):
         self.cached = h.detach().clone()
@@ -108,11 +97,7 @@ def cached_once(self: Any, h: Tensor) -> Tensor:
 
 
 def stochastic_depth(_: Any, h: Tensor) -> Tensor:
-    return h * (random.random() < 0.5) + h.sin() * random.random()
-
-
-def augmented(_: Any, h: Tensor) -> Tensor:
-    return h * float(np.random.rand()) + h * float(np.random.normal())
+    return h * (random.random() < 0.5) + h.sin() * float(np.random.rand())
 
 
 class Rrelu(nn.Linear):
@@ -146,11 +131,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "running mean": block(running_mean, running=Buffer(torch.ones, C)),
     "replaced buffer": block(replaced_buffer, running=Buffer(torch.ones, C)),
     "views of a buffer": ViewsOfABuffer,
-    "codebook": block(codebook, codes=Buffer(torch.randn, 8, C)),
-    "counter": block(counter, calls=int),
+    "counter": block(counter, calls=int, last=tuple),
     "hidden state": block(hidden, hidden=lambda: None),
     "written attribute": block(written_attribute, total=lambda: torch.zeros(C)),
-    "states": block(states, states=tuple),
     "cached once": block(cached_once),
     "own generator": block(
         lambda self, h: h * torch.rand(C, generator=self.generator),
@@ -163,7 +146,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         old=lambda: np.random.RandomState(3),
     ),
     "stochastic depth": block(stochastic_depth),
-    "augmented": block(augmented),
     "rrelu": lambda: Rrelu(C, C),
     "rrelu beside": lambda: RreluBeside(C, C),
     "rrelu held": RreluHeld,

@@ -261,7 +261,7 @@ def safe_set_(
     assert saved is not None
     try:
         try:
-            return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
+            return tensor.set_(**arguments)  # type: ignore[return-value]
         except BaseException:
             finish(saved.restore)
             raise

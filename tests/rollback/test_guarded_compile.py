@@ -251,13 +251,14 @@ def test_a_stance_of_the_compiler_means_the_same_inside(stance: Any) -> None:
     assert found[1] == found[0]
 
 
-def test_training_compiled_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_training_compiled_gives_the_same_gradients(backend: str) -> None:
     found = []
     for scope in SCOPES.values():
         torch._dynamo.reset()
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
         with scope():
-            torch.compile(module, backend="aot_eager")(X).sum().backward()
+            torch.compile(module, backend=backend)(X).sum().backward()
         found.append([parameter.grad.tolist() for parameter in module.parameters()])  # type: ignore[union-attr]
     assert found[1] == found[2] == found[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from contextlib import nullcontext
 from types import FunctionType
@@ -117,6 +119,17 @@ def test_a_list_update_of_another_thread_is_not_guarded() -> None:
         thread.join()
         assert torch._foreach_add_ is not own
     assert found == [own]
+
+
+def test_copies_and_pickles_are_made_inside_as_outside() -> None:
+    module = nn.Linear(2, 2)
+    with guarded(data=True):
+        twin = copy.deepcopy(module)
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        file.seek(0)
+        twin.load_state_dict(torch.load(file))
+    assert torch.equal(twin.weight, module.weight)
 
 
 def _writes(x: torch.Tensor) -> torch.Tensor:

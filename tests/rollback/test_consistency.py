@@ -171,6 +171,11 @@ def test_what_is_made_of_other_tensors_is_as_good_as_its_parts(
         assert repair_(part(tensor)).numel() == 0
 
 
+def test_uncoalesced_tensors_are_looked_at_too() -> None:
+    indices = torch.tensor([[0, 0]])
+    assert is_consistent(torch.sparse_coo_tensor(indices, torch.ones(2), (3,)))
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any

@@ -97,7 +97,8 @@ def cached_once(self: Any, h: Tensor) -> Tensor:
 
 
 def stochastic_depth(_: Any, h: Tensor) -> Tensor:
-    return h * (random.random() < 0.5) + h.sin() * float(np.random.rand())
+    # normal() keeps a second number for its next call, in another part of the state.
+    return h * (random.random() < 0.5) + h.sin() * float(np.random.normal())
 
 
 class Rrelu(nn.Linear):

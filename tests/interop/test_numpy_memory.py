@@ -18,9 +18,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.lib.stride_tricks import sliding_window_view
-from torch.overrides import TorchFunctionMode
 
 import torchguard
+from support.modes import FunctionMode, function_alone
 from torchguard._torch import storage_key
 from torchguard.interop import numpy_memory
 
@@ -125,28 +125,22 @@ def test_a_writable_array_is_shared_as_before(door: str, installed: None) -> Non
     assert shares == (door not in with_torch)
 
 
-@pytest.mark.parametrize("name", ["from_numpy", "as_tensor", "asarray", "from_dlpack"])
-def test_helpers_need_no_install_with_an_array(name: str) -> None:
-    array = np.zeros(3)
-    getattr(numpy_memory, name)(array).fill_(7)
-    assert array.tolist() == [7, 7, 7]
-    array.flags.writeable = False
-    check_helper(name, array)
-
-
-@pytest.mark.parametrize("name", ["asarray", "frombuffer"])
-def test_helpers_need_no_install_with_a_buffer(name: str) -> None:
-    buffer = bytearray(3)
-    getattr(numpy_memory, name)(buffer, dtype=torch.uint8).fill_(7)
-    assert bytes(buffer) == b"\7\7\7"
-    check_helper(name, bytes(buffer), dtype=torch.uint8)
-
-
-def check_helper(name: str, frozen: Any, **options: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "array") for name in ("from_numpy", "as_tensor", "asarray", "from_dlpack")),
+        *((name, "buffer") for name in ("asarray", "frombuffer")),
+    ],
+)
+def test_helpers_need_no_install(name: str, kind: str) -> None:
     helper: Callable[..., torch.Tensor] = getattr(numpy_memory, name)
-    before = bytes(frozen)
+    memory: Any = np.zeros(3, np.uint8) if kind == "array" else bytearray(3)
+    options = {} if kind == "array" else {"dtype": torch.uint8}
+    helper(memory, **options).fill_(7)
+    assert bytes(memory) == b"\7\7\7"
+    frozen = read_only(memory, "plain") if kind == "array" else bytes(memory)
     helper(frozen, **options).fill_(0)
-    assert bytes(frozen) == before
+    assert bytes(frozen) == b"\7\7\7"
     with pytest.raises(torchguard.errors.ReadOnlyMemoryError, match=name):
         helper(frozen, readonly="raise", **options)
     torch.set_warn_always(True)  # torch's own, that the tensor can write, comes once in a process
@@ -187,7 +181,7 @@ def test_share_memory_under_an_array_raises(installed: None) -> None:
     """For the tensor, its views and a module's parameters; afterwards everything works."""
     layer = torch.nn.Linear(2, 2)
     tensor = layer.weight.detach()
-    array = tensor.numpy()
+    array = layer.weight.numpy(force=True)
     view = array[1:]
     for share in (tensor.share_memory_, tensor[1:].share_memory_, layer.share_memory):
         with pytest.raises(torchguard.errors.SharedViewError, match="numpy"):
@@ -218,14 +212,6 @@ def test_an_array_that_is_a_copy_holds_nothing(installed: None) -> None:
     assert empty.tolist() == []
 
 
-def test_numpy_with_force_is_a_view_where_it_can_be(installed: None) -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    array = parameter.numpy(force=True)
-    with pytest.raises(torchguard.errors.SharedViewError):
-        parameter.share_memory_()
-    assert array.tolist() == [1, 1, 1]
-
-
 class Rest(torch.Tensor):
     """A subclass whose numpy() returns a view of the array, and which notes what it sees."""
 
@@ -239,19 +225,10 @@ class Rest(torch.Tensor):
 
 
 def test_modes_and_subclasses_see_the_call_of_numpy_alone(installed: None) -> None:
-    seen: list[str] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     tensor = torch.ones(3)
-    with Mode():
+    with FunctionMode(function_alone) as mode:
         array = tensor.numpy()
-    assert seen == ["numpy"]
+    assert [each.__name__ for each in mode.seen] == ["numpy"]
     rest = tensor.clone().as_subclass(Rest)
     Rest.seen.clear()
     array = rest.numpy()

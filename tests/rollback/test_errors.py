@@ -10,23 +10,15 @@ import pytest
 import torch
 
 import torchguard
-from support.kinds import locked, plain
-from support.ways import outcome_of
+from support.kinds import plain
 from torchguard import InconsistentTensorError, TorchGuardError
 from torchguard.errors import NonResizableStorageError, PatchConflictError
-from torchguard.rollback.consistency import is_consistent
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+ARRAY: Any = np.ones(3)
 
 
 def shared() -> torch.Tensor:
     return torch.ones(2, 3).share_memory_()  # type: ignore[no-any-return]
-
-
-def corrupt() -> torch.Tensor:
-    tensor = locked([1.0, 2.0])
-    outcome_of(lambda: tensor.resize_(5, 5))
-    return tensor
 
 
 def _installed_resize() -> Any:
@@ -39,14 +31,6 @@ def _guarded_out() -> Any:
         return torch.add(torch.ones(100), 1, out=shared())
 
 
-def _corrupt_csr() -> torch.Tensor:
-    csr = plain().to_sparse_csr()
-    csr.values().untyped_storage().resize_(0)
-    return csr
-
-
-ARRAY: Any = np.ones(3)
-Case = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 SHARED: dict[str, Callable[[], Any]] = {
     "safe_resize_": lambda: torchguard.safe_resize_(shared(), 100),
     "safe_resize_as_": lambda: torchguard.safe_resize_as_(shared(), torch.ones(100)),
@@ -54,71 +38,42 @@ SHARED: dict[str, Callable[[], Any]] = {
     "resize_": _installed_resize,
     "out=": _guarded_out,
 }
-NO_TENSOR: dict[str, Callable[[], Any]] = {
-    "safe_resize_": lambda: torchguard.safe_resize_(ARRAY, 2),
-    "safe_resize_as_": lambda: torchguard.safe_resize_as_(ARRAY, plain()),
-    "safe_set_": lambda: torchguard.safe_set_(ARRAY, plain()),
-    "repair_": lambda: torchguard.repair_(ARRAY),
-}
-CHECKED = "a tensor, a module, an optimizer"
-CASES: dict[str, Case] = {
-    **{
-        f"{name} of shared memory": (
-            call,
-            NonResizableStorageError,
-            (name, "(2, 3)", "400 bytes", "24 bytes", "share_memory_()"),
-        )
-        for name, call in SHARED.items()
-    },
-    **{
-        f"{name} of an array": (call, TypeError, (name, "tensor", "ndarray", "torch.Tensor"))
-        for name, call in NO_TENSOR.items()
-    },
-    "rollback_on_error of a number": (
-        lambda: torchguard.rollback_on_error(plain(), 3),
-        TypeError,
-        ("rollback_on_error", "objects[1]", "int", "tensor", "module"),
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_memory_that_can_not_grow_is_described(name: str) -> None:
+    text = rf"^{name}: .*\(2, 3\) would need 400 bytes.* holds 24 bytes.*\.share_memory_\(\)"
+    with pytest.raises(NonResizableStorageError, match=text):
+        SHARED[name]()
+
+
+MESSAGES: dict[str, Callable[[], Any]] = {
+    r"safe_resize_: tensor is of type ndarray, expected a torch\.Tensor": (
+        lambda: torchguard.safe_resize_(ARRAY, 2)
     ),
-    "rollback_on_error of nothing": (
-        torchguard.rollback_on_error,
-        TypeError,
-        ("rollback_on_error", "nothing to put back"),
+    r"safe_resize_as_: tensor is of type ndarray, expected a torch\.Tensor": (
+        lambda: torchguard.safe_resize_as_(ARRAY, plain())
     ),
-    "is_consistent of a module": (
-        lambda: is_consistent(torch.nn.ReLU()),  # type: ignore[arg-type]
-        TypeError,
-        ("is_consistent", "tensor", "ReLU", "torchguard.check_consistent"),
+    r"safe_set_: tensor is of type ndarray, expected a torch\.Tensor": (
+        lambda: torchguard.safe_set_(ARRAY, plain())
     ),
-    "check_consistent of a number": (
-        lambda: torchguard.check_consistent(3),
-        TypeError,
-        ("check_consistent", "obj", "int", CHECKED),
+    r"repair_: tensor is of type ndarray, expected a torch\.Tensor; torchguard\.check_consistent": (
+        lambda: torchguard.repair_(ARRAY)
     ),
-    "check_consistent of a generator": (
-        lambda: torchguard.check_consistent(x for x in [plain()]),
-        TypeError,
-        ("check_consistent", "obj", "generator", CHECKED),
+    r"rollback_on_error: objects\[1\] is of type int, expected a tensor, a module, an optimizer": (
+        lambda: torchguard.rollback_on_error(plain(), 3)
     ),
-    "check_consistent of a corrupt tensor": (
-        lambda: torchguard.check_consistent({"w": corrupt()}),
-        InconsistentTensorError,
-        ("obj['w']", "(5, 5)", "(5, 1)", "200 bytes", "holds 16", "torchguard.repair_()"),
-    ),
-    "repair_ of a sparse tensor": (
-        lambda: torchguard.repair_(_corrupt_csr()),
-        InconsistentTensorError,
-        ("tensor", "values()", "torch.sparse_csr", "torchguard.repair_()"),
+    "rollback_on_error: there is nothing to put back": torchguard.rollback_on_error,
+    "check_consistent: obj is of type int, expected a tensor, a module, an optimizer": (
+        lambda: torchguard.check_consistent(3)
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_says_what_is_wrong_and_what_to_do(name: str) -> None:
-    call, kind, words = CASES[name]
-    with pytest.raises(kind) as caught:
-        call()
-    missing = [word for word in words if word not in str(caught.value)]
-    assert missing == [], str(caught.value)
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_wrong_argument_is_named_with_what_was_expected(message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        MESSAGES[message]()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,23 +100,6 @@ class TestAScope:
             for message, each in wrong.items():
                 with pytest.raises(TypeError, match=message):
                     decorate(each)
-
-    def test_shared_by_8_threads_that_enter_and_leave_at_will(self) -> None:
-        scope = guarded()
-        start = threading.Barrier(8)
-
-        def work(number: int) -> None:
-            start.wait()
-            for turn in range(20):
-                with scope if number % 2 else guarded(data=bool(turn % 2)):
-                    assert is_on()
-                    with scope:
-                        torch.add(torch.ones(2), 1, out=torch.empty(2))
-                assert not is_on()
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(work, range(8)))
-        assert not is_on()
 
 
 class TestScopesThatOverlap:
@@ -220,9 +201,10 @@ def test_install_inside_a_scope_is_not_skipped_and_outlives_it() -> None:
     assert not is_on()
 
 
-def test_the_first_scope_may_be_opened_under_install() -> None:
+def test_the_first_scope_may_be_opened_under_install_and_import_dynamo() -> None:
     """What a scope guards is found out once per process, from torch's own functions."""
     program = """
+        import sys
         import numpy as np, torch, torchguard
 
         def shape_after(data):
@@ -234,10 +216,24 @@ def test_the_first_scope_may_be_opened_under_install() -> None:
                     return tuple(out.shape)
 
         with torchguard.install("resize", "out"):
-            print(shape_after(False), shape_after(True))
-        print(shape_after(False), shape_after(True))
+            assert (shape_after(False), shape_after(True)) == ((0,), (0,))
+        assert (shape_after(False), shape_after(True)) == ((0,), (0,))
+
+        assert "torch._dynamo" not in sys.modules
+        graphs = []
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+        with torchguard.guarded():
+            function = torch.compile(lambda x: x.add(1).mul(2), backend=backend)
+            assert function(torch.ones(2)).tolist() == [4, 4]
+        assert function(torch.ones(2)).tolist() == [4, 4]
+        from torch._dynamo import eval_frame
+        code = getattr(eval_frame._maybe_set_eval_frame, "__code__", None)
+        assert "torchguard" not in getattr(code, "co_filename", "")
+        print(len(graphs))
     """
-    assert output_of(program).split() == ["(0,)"] * 4
+    assert output_of(program).split() == ["1"]
 
 
 def open_many() -> None:
@@ -282,26 +278,6 @@ def test_install_beside_what_many_scopes_keep_and_uninstall() -> None:
         assert "add_" in vars(torch.Tensor)
     torchguard.uninstall()
     assert dict(vars(torch.Tensor)) == before
-
-
-def test_imports_dynamo_inside_a_scope_and_compiles_there() -> None:
-    program = """
-        import sys, torch, torchguard
-        assert "torch._dynamo" not in sys.modules
-        graphs = []
-        def backend(graph, _):
-            graphs.append(graph)
-            return graph.forward
-        with torchguard.guarded():
-            function = torch.compile(lambda x: x.add(1).mul(2), backend=backend)
-            assert function(torch.ones(2)).tolist() == [4, 4]
-        assert function(torch.ones(2)).tolist() == [4, 4]
-        from torch._dynamo import eval_frame
-        code = getattr(eval_frame._maybe_set_eval_frame, "__code__", None)
-        assert "torchguard" not in getattr(code, "co_filename", "")
-        print(len(graphs))
-    """
-    assert output_of(program).split() == ["1"]
 
 
 @pytest.mark.parametrize("scope", [guarded, torchguard.install])

@@ -82,10 +82,6 @@ def branches(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.sum() > 0 else x - 1
 
 
-def makes_tensors(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.ones(3, device="cpu") + torch.arange(3)
-
-
 inner = torch.compile(plain, backend="eager")
 
 
@@ -97,7 +93,7 @@ def nested(x: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = {
     each.__name__: each
     for each in (
-        plain, in_place, resizes, broken, disabled_inside, branches, makes_tensors, nested,
+        plain, in_place, resizes, broken, disabled_inside, branches, nested,
     )
 }  # fmt: skip
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

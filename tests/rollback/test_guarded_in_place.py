@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import torch
 import torchguard
 from support import kinds
 from support.kinds import Kind, named, state, values
-from support.scopes import each_scope
 from support.ways import differences, outcome_of
 from torchguard import guarded
 
@@ -21,57 +19,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-@each_scope
-@pytest.mark.parametrize("kind", **named(kinds.ALL))
-def test_ordinary_operations_give_what_they_give_on_torch(
-    kind: Kind, scope: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    def work(t: torch.Tensor) -> list[Any]:
-        calls: tuple[Callable[[], Any], ...] = (
-            t.clone,
-            lambda: t + t,
-            lambda: t.add_(1),
-            lambda: t.mul_(t),
-            t.zero_,
-            lambda: t.copy_(t.clone()),
-            lambda: t.__setitem__(0, 1),
-            lambda: torch.add(t, 1, out=torch.empty(0)),
-            lambda: torch.mul(t, 2, out=t),
-            t.squeeze_,
-            lambda: t.unsqueeze_(0),
-            t.detach_,
-            lambda: t.fill_("x"),  # type: ignore[call-overload]
-            lambda: t.index_fill_(0, torch.tensor([9]), 0),
-            lambda: torch._foreach_add_([t], 1),
-            lambda: torch._foreach_add_([t, t], [torch.ones(7, 7), torch.ones(9)]),
-            lambda: torch.nn.functional.relu(t, inplace=True),
-            lambda: t.data.numel() + 1,
-        )
-        found: list[Any] = []
-        for call in calls:
-            outcome = outcome_of(call)
-            # torch itself gives an inference tensor a new shape before it refuses to.
-            comparable = isinstance(outcome.result, torch.Tensor) and kind in kinds.STRIDED
-            shown = outcome.result.shape if comparable else None
-            found.append((type(outcome.error), shown, outcome.result is t))
-        return found
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with kind.scope():
-            torchs = work(kind.make())
-        with kind.scope(), scope():
-            ours = work(kind.make())
-    assert ours == torchs
-
-
 FAR = torch.tensor([0, 1, 99])
 # Beside the in-place variants of the OpInfo database, which test_out_sweep.py fails one by one.
 PARTIAL: dict[str, Callable[[torch.Tensor], Any]] = {
     "index_put_": lambda t: t.index_put_((FAR,), torch.tensor(-1.0)),
     "setitem": lambda t: t.__setitem__(FAR, -1.0),
-    "scatter_": lambda t: t.scatter_(0, FAR, -1.0),
-    "index_add out=": lambda t: torch.index_add(t, 0, FAR, -torch.ones(3), out=t),
+    "scatter_": lambda t: t.scatter_(0, FAR.view(-1, *(1,) * (t.dim() - 1)), -1.0),
+    "index_add out=": lambda t: torch.index_add(t, 0, FAR, -torch.ones(3, *t.shape[1:]), out=t),
     "aten.index_put_": lambda t: torch.ops.aten.index_put_(t, [FAR], torch.tensor(-1.0)),
     "aten.index_fill_.int_Scalar": lambda t: torch.ops.aten.index_fill_.int_Scalar(t, 0, FAR, -1.0),
     "index_put_ by name": lambda t: torch.index_put_(
@@ -79,11 +33,11 @@ PARTIAL: dict[str, Callable[[torch.Tensor], Any]] = {
     ),
     "apply_": lambda t: t.apply_(_fails_at_the_third()),
     "apply_ with a TypeError": lambda t: t.apply_(_fails_at_the_third(TypeError)),
-    "apply_ with a callback in C": lambda t: t.apply_({1.0: 9.0, 10.0: 9.0}.get),
+    "apply_ with a callback in C": lambda t: t.apply_({0.0: 9.0}.get),
     "apply_ with an interrupt": lambda t: t.apply_(_fails_at_the_third(KeyboardInterrupt)),
-    "map_ with a TypeError": lambda t: t.map_(torch.ones(4), _fails_at_the_third(TypeError)),
+    "map_ with a TypeError": lambda t: t.map_(t.clone(), _fails_at_the_third(TypeError)),
     "embedding with max_norm": lambda t: torch.nn.functional.embedding(
-        FAR, t.view(4, 1), max_norm=0.5
+        FAR, t.view(-1, 2), max_norm=0.5
     ),
 }
 
@@ -106,87 +60,11 @@ def _saved_for_backward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return weight, saved, (weight * saved).sum()
 
 
-SCOPES: dict[str, Any] = {
-    "torch": nullcontext(),
-    "guarded": guarded(),
-    "guarded with data": guarded(data=True),
-}
-
-
-@pytest.mark.parametrize("name", PARTIAL)
-def test_an_operation_that_fails_midway(name: str) -> None:
-    """In a scope a later backward refuses what has changed, or nothing has, with ``data``."""
-    torchs = outcome_of(lambda: PARTIAL[name](torch.ones(4))).error
-    if torchs is None:
-        pytest.skip("does not fail on this torch")
-    for scope in ("guarded", "guarded with data"):
-        weight, saved, loss = _saved_for_backward()
-        before = state(saved)
-        with SCOPES[scope]:
-            ours = outcome_of(lambda: PARTIAL[name](saved)).error  # noqa: B023
-        assert type(ours) is type(torchs)
-        changed = differences(before, state(saved))
-        if scope == "guarded" and "bytes" in changed:
-            assert set(changed) == {"bytes", "version"}
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-            assert weight.grad is None
-        elif scope == "guarded with data":
-            assert changed == {}
-            loss.backward()
-            assert weight.grad is not None
-            assert weight.grad.tolist() == [10, 20, 30, 40]
-
-
 WRITABLE = tuple(
     kind
     for kind in kinds.STRIDED
     if kind.name != "meta" and "Parameter" not in kind.name and not kind.kills
 )
-WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
-    **PARTIAL,
-    "in range": lambda t: t.__setitem__(0, 3),
-    "copy_": lambda t: t.copy_(torch.ones(7, 7)),
-    "masked_scatter_": lambda t: t.masked_scatter_(
-        torch.ones(t.shape, dtype=torch.bool), torch.ones(1, dtype=t.dtype)
-    ),
-    "foreach": lambda t: torch._foreach_mul_([t, t], [torch.ones(()), torch.ones(7, 7)]),
-    "unsqueeze_": lambda t: t.unsqueeze_(9),
-}
-
-
-@pytest.mark.parametrize("data", [False, True])
-@pytest.mark.parametrize("kind", **named(WRITABLE))
-def test_each_kind_is_as_it_was_or_has_moved_its_version_on(kind: Kind, data: bool) -> None:
-    for name, call in WRITES.items():
-        twin, tensor = kind.make(), kind.make()
-        before = state(tensor)
-        with kind.scope():
-            torchs = outcome_of(lambda: call(twin)).error  # noqa: B023
-            with guarded(data=data):
-                ours = outcome_of(lambda: call(tensor)).error  # noqa: B023
-        assert type(ours) is type(torchs), name
-        changed = differences(before, state(tensor))
-        if ours is None:
-            assert differences(values(twin), values(tensor)) == {}, name
-        elif data:
-            assert changed == {}, name
-        else:
-            assert set(changed) <= {"bytes", "version"}, name
-            assert "bytes" not in changed or "version" in changed or before["version"] is None
-
-
-def test_most_of_these_operations_spoil_a_gradient_silently_on_torch() -> None:
-    silent = []
-    for name, call in PARTIAL.items():
-        weight, saved, loss = _saved_for_backward()
-        if outcome_of(lambda: call(saved)).error is None or saved._version:  # noqa: B023
-            continue
-        loss.backward()
-        assert weight.grad is not None
-        if weight.grad.tolist() != [10, 20, 30, 40]:
-            silent.append(name)
-    assert len(silent) > len(PARTIAL) / 2, silent
 
 
 @pytest.mark.parametrize("name", ["apply_", "map_"])
@@ -214,9 +92,77 @@ def test_an_operation_refused_before_it_starts_does_not_spoil_a_later_backward()
         assert error is None, f"{name}: {error}"
 
 
+ORDINARY: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add": lambda t: t + t,
+    "add_": lambda t: t.add_(1),
+    "mul_ by itself": lambda t: t.mul_(t),
+    "zero_": lambda t: t.zero_(),
+    "copy_": lambda t: t.copy_(t.clone()),
+    "in range": lambda t: t.__setitem__(0, 1),
+    "out= of another": lambda t: torch.add(t, 1, out=torch.empty(0)),
+    "out= of itself": lambda t: torch.mul(t, 2, out=t),
+    "squeeze_": lambda t: t.squeeze_(),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "detach_": lambda t: t.detach_(),
+    "a string": lambda t: t.fill_("x"),  # type: ignore[call-overload]
+    "a bad index": lambda t: t.index_fill_(0, torch.tensor([9]), 0),
+    "a list": lambda t: torch._foreach_add_([t], 1),
+    "a list of wrong shapes": lambda t: torch._foreach_add_(
+        [t, t], [torch.ones(7, 7), torch.ones(9)]
+    ),
+    "relu": lambda t: torch.nn.functional.relu(t, inplace=True),
+    "numel": lambda t: t.data.numel() + 1,
+}
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    **ORDINARY,
+    **PARTIAL,
+    "copy_ of another shape": lambda t: t.copy_(torch.ones(7, 7)),
+    "masked_scatter_": lambda t: t.masked_scatter_(
+        torch.ones(t.shape, dtype=torch.bool), torch.ones(1, dtype=t.dtype)
+    ),
+    "foreach": lambda t: torch._foreach_mul_([t, t], [torch.ones(()), torch.ones(7, 7)]),
+    "unsqueeze_ too far": lambda t: t.unsqueeze_(9),
+}
+
+
+@pytest.mark.parametrize("data", [False, True])
+@pytest.mark.parametrize("kind", **named(kinds.ALL))
+def test_each_kind_is_as_on_torch_or_as_it_was_or_has_moved_its_version_on(
+    kind: Kind, data: bool
+) -> None:
+    half_written = set()
+    for name, call in (WRITES if kind in WRITABLE else ORDINARY).items():
+        twin, tensor = kind.make(), kind.make()
+        before = state(tensor)
+        with kind.scope():
+            torchs = outcome_of(lambda: call(twin))  # noqa: B023
+            with guarded(data=data):
+                ours = outcome_of(lambda: call(tensor))  # noqa: B023
+        assert type(ours.error) is type(torchs.error), name
+        assert (ours.result is tensor) is (torchs.result is twin), name
+        changed = differences(before, state(tensor))
+        if ours.error is None:
+            assert differences(values(twin), values(tensor)) == {}, name
+        elif data:
+            assert changed == {}, name
+        elif kind in kinds.STRIDED:
+            assert set(changed) <= {"bytes", "version"}, name
+            assert "bytes" not in changed or "version" in changed or before["version"] is None
+            half_written |= {name} if "bytes" in changed else set()
+    if kind.name == "plain" and not data:
+        assert half_written >= PARTIAL.keys()
+
+
+def test_a_write_that_fails_midway_makes_backward_refuse() -> None:
+    _, saved, loss = _saved_for_backward()
+    with guarded(), pytest.raises(IndexError):
+        saved[FAR] = -1.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 LISTS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     "_foreach_add_": lambda ts: torch._foreach_add_(ts, [torch.ones(2), torch.ones(3)]),
-    "_foreach_mul_": lambda ts: torch._foreach_mul_(ts, [torch.zeros(2), torch.ones(3)]),
     "_foreach_copy_": lambda ts: torch._foreach_copy_(ts, [torch.zeros(2), torch.ones(3)]),
 }
 
@@ -246,10 +192,6 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 def _native(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
-    torch.native_batch_norm(NORMALIZED, None, None, mean, var, True, 0.1, 1e-5, out=outputs)
-
-
-def _native_by_name(mean: torch.Tensor, var: torch.Tensor, outputs: Outputs) -> None:
     given: dict[str, Any] = {"running_mean": mean, "running_var": var, "training": True}
     torch.native_batch_norm(NORMALIZED, None, None, **given, momentum=0.1, eps=1e-5, out=outputs)
 
@@ -274,7 +216,7 @@ OF_STATISTICS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("way", OF_STATISTICS)
-@pytest.mark.parametrize("call", [_native, _native_by_name, _operator, _update])
+@pytest.mark.parametrize("call", [_native, _operator, _update])
 def test_running_statistics_that_a_late_failure_leaves_written(
     way: str, call: Callable[..., None]
 ) -> None:

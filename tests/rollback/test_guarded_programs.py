@@ -80,12 +80,9 @@ def test_code_that_asks_for_overrides_finds_none(
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.1, centered=True),
     "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
 }
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchguard
-from support.child_process import output_of
 from support.compiled import Counting
 from support.modes import FunctionMode, function_alone
 from torchguard import OverlapWarning
@@ -143,15 +142,9 @@ def test_under_a_mode_the_lines_are_right_and_it_sees_no_more() -> None:
 
 # What test_overlap_sweep.py does not make: lists, several outputs or operands; (written, read).
 CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "mm into an operand": lambda b, r: torch.mm(r, r, out=b),
-    "addmm_": lambda b, r: b.addmm_(r, r),
-    "addmm_ of its transpose": lambda b, r: b.addmm_(r.t(), r),
+    "addmm_": lambda b, r: b.addmm_(r.t(), r),
     "cat, rotated": lambda b, r: torch.cat([r[:, 4:], r[:, :4]], 1, out=b),
-    "cumsum, shifted": lambda b, r: torch.cumsum(r[:, :-1], 1, out=b[:, 1:]),
     "copy_ of its transpose": lambda b, r: b.copy_(r.t()),
-    "scatter_": lambda b, r: b.scatter_(1, torch.arange(8).flip(0).expand(8, 8), r),
-    "index_copy_": lambda b, r: b.index_copy_(0, torch.tensor([0, 1]), r[1:3]),
-    "index_add_": lambda b, r: b.index_add_(1, torch.tensor([0, 1]), r[:, 1:3]),
     "addcmul_": lambda b, r: b.addcmul_(r[:, :1], r[:1]),
     "sort": lambda b, r: torch.sort(r, out=(b.t(), torch.empty_like(b, dtype=torch.int64))),
     "where": lambda b, r: torch.where(r > 0, r[:, :1], r[:1], out=b),
@@ -286,21 +279,20 @@ def test_a_shift_under_vmap() -> None:
     assert torch.equal(torch.vmap(shifted)(batch), torch.stack([*map(shifted, batch)]))
 
 
+@pytest.mark.usefixtures("on")
 def test_tensors_without_memory_pass() -> None:
     """A fake tensor warns, once in a process, when it is asked for its address."""
-    output_of("""
-        import warnings
-        import torch, torchguard
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        warnings.simplefilter("error", UserWarning)
-        torchguard.install("overlap")
-        with FakeTensorMode():
-            x = torch.ones(3, 4)
-            x.copy_(torch.ones(4, 3).t())
-        x.add_(x[:, :1])
-        torch.ones(3, device="meta").add_(torch.ones(3, device="meta"))
-    """)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            with torch._subclasses.FakeTensorMode():
+                x = torch.ones(3, 4)
+                x.copy_(torch.ones(4, 3).t())
+            x.add_(x[:, :1])
+            torch.ones(3, device="meta").add_(torch.ones(3, device="meta"))
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.usefixtures("on")
@@ -373,23 +365,56 @@ def test_each_operator_that_assigns_reads_first(name: str) -> None:
     assert write(x, x[:, 1:2]).equal(expected)
 
 
-# ---- threads, and the set of elementwise operators ----
+# ---- lists of tensors: long ones are compared by where they lie ----
 
 
-def test_a_scope_covers_its_own_thread() -> None:
-    seen = []
+@pytest.mark.parametrize(("place", "of"), [(0, 49), (7, 23), (49, 0)])
+def test_one_overlap_among_fifty_tensors(place: int, of: int) -> None:
+    """It is found wherever it stands; the tensors lie in memory in another order."""
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).tolist()
+    memory = torch.arange(50.0 * 8).view(50, 8)
+    written = [memory[each, :6] for each in order]
+    operands: list[torch.Tensor] = [torch.full((6,), float(each)) for each in range(50)]
+    operands[place] = memory[order[of], 1:7]
+    expected = [one - other for one, other in zip(written, operands, strict=True)]
+    with torchguard.install("overlap"), pytest.warns(OverlapWarning):
+        torch._foreach_sub_(written, operands)
+    assert all(map(torch.equal, written, expected))
 
-    def other() -> None:
-        x = torch.arange(512.0).reshape(8, 64)
-        x[:, 1:] = x[:, :-1]
-        seen.append(torch.equal(x[:, 1:], torch.arange(512.0).reshape(8, 64)[:, :-1]))
 
-    with torchguard.guarded(overlap=True):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        other()
-    assert seen == [False, True]
+def test_views_of_one_tensor_that_lie_between_each_other_are_not_copied() -> None:
+    memory = torch.arange(60.0)
+    written = [memory[each::10] for each in range(5)]
+    operands = [memory[5 + each :: 10] for each in range(5)]
+    expected = [one - other for one, other in zip(written, operands, strict=True)]
+    with torchguard.install("overlap"), warnings.catch_warnings():
+        warnings.simplefilter("error", OverlapWarning)
+        torch._foreach_sub_(written, operands)
+    assert all(map(torch.equal, written, expected))
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_an_optimizer_computes_what_it_computed(options: dict[str, Any]) -> None:
+    """Ten steps with the guard are ten steps without, to the bit, and nothing is said."""
+
+    def trained(model: torch.nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).pow(2).sum().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    plain = trained(copy.deepcopy(model))
+    with torchguard.install("overlap"), warnings.catch_warnings():
+        warnings.simplefilter("error", OverlapWarning)
+        guarded = trained(model)
+    assert all(map(torch.equal, plain, guarded))
+
+
+# ---- the set of elementwise operators ----
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -54,12 +54,6 @@ def test_the_padding_check_compares_with_the_truth() -> None:
         assert fast(x).tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_sliced_assign_needs_no_install() -> None:
-    x = torch.arange(12.0).reshape(2, 6)
-    torchguard.sliced_assign_(x, (slice(None), slice(1, None)), x[:, :-1])
-    assert x.tolist() == [[0, 0, 1, 2, 3, 4], [6, 6, 7, 8, 9, 10]]
-
-
 def test_replay_computes_an_overlapping_line_right() -> None:
     model = torch.nn.Linear(4, 4)
     step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))

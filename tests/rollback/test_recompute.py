@@ -177,12 +177,7 @@ def selected() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"context_fn": selected}, {"debug": True}, {"determinism_check": "none"},
-     {"preserve_rng_state": True}],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
+@pytest.mark.parametrize("options", [{"context_fn": selected}, {"debug": True}], ids=str)
 def test_options_of_checkpoint_are_its_own(options: dict[str, Any]) -> None:
     outcomes = []
     for call in (plainly, safe_checkpoint):
@@ -190,14 +185,6 @@ def test_options_of_checkpoint_are_its_own(options: dict[str, Any]) -> None:
         step.call(step.one, step.x).sin().sum().backward()
         outcomes.append(step.results())
     assert all(map(torch.equal, *outcomes))
-
-
-def test_keyword_arguments_reach_the_block() -> None:
-    x = torch.ones(2, requires_grad=True)
-    factor = torch.full((2,), 3.0)
-    safe_checkpoint(lambda x, *, factor: (x * factor).sin(), x, factor=factor).sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, 3 * torch.cos(torch.full((2,), 3.0)))
 
 
 def test_a_gradient_penalty_inside_the_block() -> None:
@@ -293,7 +280,9 @@ def test_a_tensor_given_by_name_and_written_before_backward_is_an_error() -> Non
     for call in (safe_checkpoint, checkpoint):
         x, mask = torch.ones(2, requires_grad=True), torch.ones(2)
         with torchguard.install("recompute") if call is checkpoint else contextlib.nullcontext():
-            y = call(lambda x, mask: (x**2 * mask).sin(), x, mask=mask, use_reentrant=False)
+            y = call(lambda x, *, mask: (x**2 * mask).sin(), x, mask=mask, use_reentrant=False)
+            y.sum().backward(retain_graph=True)
+            assert torch.equal(x.grad, 2 * torch.ones(2).cos())  # type: ignore[arg-type]
             mask.zero_()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()

@@ -53,16 +53,13 @@ class Net(nn.Module):
             x = self.run(layer, x)
         return self.head(x)
 
-def plainly(layer, x):
-    return layer(x)
-
 def train(sharding, how, reentrant):
     torch.manual_seed(0)
     runs = {
         "function": lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant),
         "lambda": lambda layer, x: checkpoint(lambda y: layer(y), x, use_reentrant=reentrant),
     }
-    net = Net(runs.get(how, plainly))
+    net = Net(runs.get(how, lambda layer, x: layer(x)))
     impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     layers = net.layers
     if how == "composable":

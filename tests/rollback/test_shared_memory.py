@@ -195,15 +195,3 @@ def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: str) -> None:
         expected = outcome(call, None)
         for scope in SCOPES:
             assert outcome(call, scope) == expected, (name, scope)
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_in_inference_mode(scope: str) -> None:
-    with torch.inference_mode():
-        out = _shared(3)
-        with SCOPES[scope]():
-            assert torch.add(torch.ones(3), 1, out=out) is out
-            assert out.tolist() == [2, 2, 2]
-            with pytest.raises(NonResizableStorageError):
-                torch.add(torch.ones(30), 1, out=out)
-        assert out.tolist() == [2, 2, 2]

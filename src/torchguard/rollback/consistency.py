@@ -27,15 +27,7 @@ def is_consistent(tensor: torch.Tensor) -> bool:
 
     A sparse tensor and a wrapper subclass are consistent when what they are made of is. Layouts
     without a storage (opaque, ``torch.func`` wrappers) count as consistent.
-
-    Raises:
-        TypeError: ``tensor`` is not a tensor.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"is_consistent: tensor is of type {type(tensor).__name__}, expected a torch.Tensor; "
-            "for modules, optimizers and containers use torchguard.check_consistent(obj)"
-        )
     with without_torch_function():
         return _fault(tensor) is None
 

@@ -41,7 +41,7 @@ from torchguard._torch.mutation import (
 )
 from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
-from torchguard.rollback.overlap import cloned
+from torchguard.rollback.overlap import LISTS, PLAIN, cloned
 from torchguard.rollback.resize import begin_resize_, begin_resize_as_, begin_set_
 from torchguard.rollback.snapshot import capture
 
@@ -50,10 +50,8 @@ NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch
 _REFUSALS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], object]] = {
     "resize_": begin_resize_, "resize_as_": begin_resize_as_, "set_": begin_set_,
 }  # fmt: skip
-_NOT_SHOWN = "set_"  # the one method that torch shows to no subclass and no mode
 # For x += y a subclass is shown add_, which torch would look up.
 _OPERATORS = DUNDERS | {"__idiv__"}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _BEHIND_PYTHON = (
     *("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul"),
@@ -61,7 +59,6 @@ _BEHIND_PYTHON = (
     *("threshold_", "rrelu_", "celu_", "selu_", "relu_", "embedding_renorm_"),
 )
 _LISTS_OF_TENSORS = (tuple, list)
-_LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 # ---- which scopes are open ----
@@ -172,7 +169,8 @@ def overlays() -> tuple[patch.Overlay, ...]:
 def _methods() -> Iterator[tuple[str, patch.Make]]:
     for name in dir(torch.Tensor):
         if name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            shown = None if name == _NOT_SHOWN else shown_for(name)
+            # torch shows this one method to no subclass and no mode.
+            shown = None if name == "set_" else shown_for(name)
             yield name, functools.partial(_guard_method, name, shown)
 
 
@@ -222,7 +220,7 @@ def _guard_method(  # noqa: C901  what is made is one frame, so that a traceback
         if not (
             short
             and scope.plain
-            and type(args[0]) in _PLAIN
+            and type(args[0]) in PLAIN
             # A layout takes torch 40 ns to say, so it is asked for by the one method of these that
             # changes the shape of a sparse tensor.
             and not (resizes_sparse and args[0].layout is not _STRIDED)
@@ -290,7 +288,7 @@ def _guard_writing(writes: Writes, original: Callable[..., Any]) -> Callable[...
     """Guard a function that writes to arguments, and may have ``out=`` as well."""
     name = original.__name__
     refuse = _REFUSALS.get(name)
-    keeps_shape = name in KEEP_SHAPE or name.startswith(_LISTS) or writes.only_if is not None
+    keeps_shape = name in KEEP_SHAPE or name.startswith(LISTS) or writes.only_if is not None
 
     def begin(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Undoable | None:
         data = False if scope.plain else scope.copies()

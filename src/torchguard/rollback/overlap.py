@@ -33,9 +33,9 @@ from torchguard._torch.overlays import AttributeOverlay
 from torchguard._torch.schemas import describe_as
 from torchguard.equivalence.reference import warn_of
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
-_LISTS = ("_foreach_", "_fused_", "_amp_")
+LISTS = ("_foreach_", "_fused_", "_amp_")
 
 
 def cloned(
@@ -67,17 +67,17 @@ def _cloned_unseen(
 
 def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
     """Whether none of these can share memory with a tensor: the quick answer, else False."""
-    if type(written) not in _PLAIN:
+    if type(written) not in PLAIN:
         return False
     for each in operands:
         kind = type(each)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             if not are_apart(written, each):
                 return False
         elif kind is tuple:  # an index
             for part in each:
                 if type(part) not in _NO_MEMORY and not (
-                    type(part) in _PLAIN and are_apart(written, part)
+                    type(part) in PLAIN and are_apart(written, part)
                 ):
                     return False
         elif kind not in _NO_MEMORY:
@@ -89,7 +89,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
     """Let a method of ``Tensor`` that writes compute as if its operands were copied first."""
     elementwise = is_elementwise(original)
     is_operator = name in DUNDERS and name != "__setitem__"
-    plain = _PLAIN
+    plain = PLAIN
 
     def method(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or kwargs:
@@ -114,7 +114,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
 
 def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to an argument, and may have ``out=``, do so."""
-    lists = original.__name__.startswith(_LISTS)
+    lists = original.__name__.startswith(LISTS)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         # What torch's optimizers hand over, their states, they have made themselves.
@@ -130,7 +130,7 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
 def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to ``out=``, and to nothing else, do so."""
     elementwise = is_elementwise(original)
-    plain = _PLAIN
+    plain = PLAIN
 
     def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:

@@ -254,17 +254,14 @@ def safe_set_(
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
     """
-    given = {"source": source, "storage_offset": storage_offset, "size": size, "stride": stride}
-    arguments = {
-        name: value
-        for name, value in given.items()
-        if value is not _ABSENT and not (name == "source" and value is None)
-    }
+    given = {"storage_offset": storage_offset, "size": size, "stride": stride}
+    arguments: dict[str, Any] = {} if source is None else {"source": source}
+    arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
     saved = begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
     try:
         try:
-            return tensor.set_(**arguments)  # type: ignore[arg-type, return-value]
+            return tensor.set_(**arguments)  # type: ignore[return-value]
         except BaseException:
             finish(saved.restore)
             raise
@@ -348,7 +345,7 @@ def _require_tensor(tensor: object, operation: str) -> None:
 
 def _elements(sizes: tuple[Any, ...]) -> int | None:
     """Multiply sizes; None where torch will complain or a compiler is at work."""
-    if len(sizes) == 1 and type(sizes[0]) is not int and isinstance(sizes[0], Sequence):
+    if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
         sizes = tuple(sizes[0])
     integers = _integers(sizes)
     if not integers:

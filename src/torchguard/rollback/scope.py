@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Generator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -48,12 +48,7 @@ class Guarded(contextlib.ContextDecorator):
         _standing.begin()
         self._entered.append(interception.enter(data=self._data, owner=self, overlap=self._overlap))
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Elsewhere than where it was entered, if a generator is closed by another task.
         scope = interception.innermost_open(self) or self._entered[-1]
         self._entered.remove(scope)

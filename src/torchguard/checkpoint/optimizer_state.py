@@ -24,13 +24,12 @@ _LIKE_PARAMETER = {
 
 
 def load_optimizer(
-    call: Callable[[Mapping[str, Any]], Any],
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
+    call: Callable[[Any], Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> Any:
     """Call ``call`` with the state in the order of the optimizer's parameters, wholly or not."""
-    state = _by_name(optimizer, state)
-    _compare_shapes(optimizer, state)
+    # A hook may change shapes, or the order, and names: torch's documentation shows one.
+    if not has_load_hooks(optimizer):
+        state = _by_name(optimizer, state)
     attributes = copy_of_attributes(optimizer)
     groups = [(group, group.copy()) for group in optimizer.param_groups]
     states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
@@ -48,54 +47,50 @@ def load_optimizer(
 
 
 def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state with its parameters in the optimizer's order, if both sides have names."""
+    """Return the state with its parameters in the optimizer's order, if both sides have names.
+
+    Raises:
+        ValueError: it is the state of other parameters, by names or by shapes.
+    """
+    groups = optimizer.param_groups
     try:
         saved = [dict(group) for group in state["param_groups"]]
         indices = [index for group in saved for index in group["params"]]
+        entries = dict(state["state"])
     except (KeyError, TypeError, ValueError):
         return state  # torch says what is missing
-    groups = optimizer.param_groups
-    theirs, ours = _names(saved), _names(groups)
-    # A hook may give the state another order, and names: torch's documentation shows one.
-    if has_load_hooks(optimizer) or len(saved) != len(groups) or (theirs is None and ours is None):
-        return state
-    kind = type(optimizer).__name__
+    if len(saved) != len(groups):
+        return state  # torch says so
+    theirs, ours, kind = _names(saved), _names(groups), type(optimizer).__name__
     if theirs is None or ours is None:
-        side = "the state has" if ours is None else "the optimizer has"
-        warn_user(
-            f"load_state_dict: {side} names of parameters, the other side has none, so the state "
-            f"goes to the parameters of {kind} by their order; make both from "
-            "model.named_parameters()"
-        )
-        return state
-    if set(theirs) != set(ours):
+        if theirs is not ours:
+            side = "the state has" if ours is None else "the optimizer has"
+            warn_user(
+                f"load_state_dict: {side} names of parameters, the other side has none, so the "
+                f"state goes to the parameters of {kind} by their order; make both from "
+                "model.named_parameters()"
+            )
+    elif set(theirs) != set(ours):
         lacking, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
         raise ValueError(
             f"load_state_dict: the state is not that of these parameters of {kind}: it lacks "
             f"{_listed(lacking)} and has {_listed(unknown)} besides"
         )
-    if theirs == ours:
-        return state
-    index_of = dict(zip(theirs, indices, strict=True))
-    unique = len(index_of) == len(theirs) == len(ours)
-    for group, own in zip(saved, groups, strict=True):
-        if not unique:  # two models may have the same names, each in a group of its own
-            index_of = _indices_within(group, own, kind)
-        group["param_names"] = list(own["param_names"])
-        group["params"] = [index_of[name] for name in own["param_names"]]
-    return {**state, "param_groups": saved}
-
-
-def _indices_within(group: dict[str, Any], own: dict[str, Any], kind: str) -> dict[str, Any]:
-    theirs, ours = group["param_names"], own["param_names"]
-    index_of = dict(zip(theirs, group["params"], strict=True))
-    if not len(index_of) == len(theirs) == len(ours) or index_of.keys() != set(ours):
-        raise ValueError(
-            f"load_state_dict: names of parameters of {kind} occur several times, and their order "
-            f"or groups are others than in the state: {_listed(sorted({*theirs, *ours}))}. Give "
-            "each model's a prefix, in the state too"
-        )
-    return index_of
+    elif theirs != ours:
+        index_of = dict(zip(theirs, indices, strict=True))
+        if not len(index_of) == len(theirs) == len(ours):
+            raise ValueError(
+                f"load_state_dict: names of parameters of {kind} occur several times, and their "
+                f"order is another than in the state: {_listed(sorted(index_of))}. Give each "
+                "model's a prefix, in the state too"
+            )
+        for group, own in zip(saved, groups, strict=True):
+            group["param_names"] = list(own["param_names"])
+            group["params"] = [index_of[name] for name in own["param_names"]]
+        indices = [index_of[name] for name in ours]
+        state = {**state, "param_groups": saved}
+    _compare_shapes(optimizer, indices, entries)
+    return state
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str] | None:
@@ -112,21 +107,16 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"  # noqa: PLR2004
 
 
-def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    try:
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        loaded = dict(state["state"])
-    except (KeyError, TypeError, ValueError):
-        return  # torch says what is missing
-    if has_load_hooks(optimizer):  # which may change the shapes
-        return
+def _compare_shapes(
+    optimizer: torch.optim.Optimizer, indices: list[Any], entries: Mapping[Any, Any]
+) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(saved) != len(parameters):
-        return
+    if len(indices) != len(parameters):
+        return  # torch says so
     faults = [
         f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
-        for index, parameter in zip(saved, parameters, strict=True)
-        for key, value in _tensors_of(loaded.get(index))
+        for index, parameter in zip(indices, parameters, strict=True)
+        for key, value in _tensors_of(entries.get(index))
         if (expected := _expected_shape(optimizer, parameter, key)) is not None
         and value.shape != expected
     ]

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchguard import _pytree
 from torchguard._public import public
 from torchguard._torch import patch
-from torchguard.checkpoint.folder import checkpoint_folder, is_ours, numbers
+from torchguard.checkpoint.folder import checkpoint_folder, gathered, is_ours, numbers
 from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import (
     METADATA,
@@ -83,8 +84,9 @@ def _load(
     options: Mapping[str, Any],
     allowed: Mapping[str, bool],
 ) -> None:
-    path = _followed(path, options)
-    without = _of_all(not metadata_files(Path(path)), options)
+    group = _group_of(options)
+    path = _followed(path, group)
+    without = gathered(not metadata_files(Path(path)), group)
     loaded: dict[str, Any] = {}
     failure: Exception | None = None
     try:
@@ -102,48 +104,38 @@ def _load(
         original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:
         raise ShardedCheckpointError(_describe(path, error, without, planner.agreed)) from error
-    for name, value in loaded.items():
-        if not isinstance(state[name], Stateful):
-            state[name] = value
-    _load_objects(path, state, loaded, options)
-
-
-def _followed(path: str, options: Mapping[str, Any]) -> str:
-    """Follow a link once and for all ranks: another program may save meanwhile."""
-    parent, name = os.path.split(os.path.abspath(path))
-    leads = os.path.relpath(os.path.realpath(path), os.path.realpath(parent))
-    # Ranks may see the same folder below other ones.
-    first_name, first_leads = _of_all((name, leads), options)[0]
-    return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
-
-
-def _of_all(value: Any, options: Mapping[str, Any]) -> list[Any]:
-    """Return the values of all ranks."""
-    if not dist.is_initialized() or options.get("no_dist"):
-        return [value]
-    group = options.get("process_group")
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _load_objects(
-    path: str, state: dict[str, Any], loaded: dict[str, Any], options: Mapping[str, Any]
-) -> None:
     failure = None
     try:
         for name, value in loaded.items():
             if isinstance(state[name], Stateful):
                 state[name].load_state_dict(value)
+            else:
+                state[name] = value
     except Exception as error:  # noqa: BLE001  raised below, on all ranks
         failure = error
-    texts = _of_all(None if failure is None else _said(failure), options)
+    texts = gathered(None if failure is None else _said(failure), group)
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
     if failed:
         raise ShardedCheckpointError(
             f"load_sharded: {path} was read, and load_state_dict of an object raised; objects and "
             f"tensors may hold parts of it. {'; '.join(failed[:_SHOWN])}"
         ) from failure
+
+
+def _group_of(options: Mapping[str, Any]) -> Any:
+    """Return the ranks for which DCP is called with these options; None for one process."""
+    if not dist.is_initialized() or options.get("no_dist"):
+        return None
+    return options.get("process_group") or dist.group.WORLD
+
+
+def _followed(path: str, group: Any) -> str:
+    """Follow a link once and for all ranks: another program may save meanwhile."""
+    parent, name = os.path.split(os.path.abspath(path))
+    leads = os.path.relpath(os.path.realpath(path), os.path.realpath(parent))
+    # Ranks may see the same folder below other ones.
+    first_name, first_leads = gathered((name, leads), group)[0]
+    return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
 
 
 def _said(error: BaseException) -> str:
@@ -309,12 +301,10 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if path is None or not _is_written(path, options):
             return original(state_dict, *writer, **options)
         if _is_ours(path):
-            several = dist.is_initialized() and not options.get("no_dist")
-            group = (options.get("process_group") or True) if several else None
             link = os.path.abspath(path)
             # As many stay as there are, of which dcp.save() would have written over one.
             kept = max(len(numbers(Path(link))), 1)
-            with checkpoint_folder(link, keep=kept, group=group) as new:
+            with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
                 options = _with_copy_of(options, "storage_writer", *writer)
                 return original(state_dict, **{**options, "checkpoint_id": new})
         raise SaveError(_OVERWRITES.format(path))
@@ -349,8 +339,7 @@ def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise SaveError(_OVERWRITES.format(path))
         if async_stager is None:
             return original(state_dict, **options)
-        stager = _WatchedStager(async_stager)
-        response = original(state_dict, async_stager=stager, **options)
+        response = original(state_dict, async_stager=_WatchedStager(async_stager), **options)
         if not hasattr(response, "upload_completion"):
             return response  # the stager has copied all
         uploaded: Future[Any] = Future()
@@ -358,9 +347,9 @@ def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
         def pass_on(done: Future[Any]) -> None:
             error = done.exception()
             failures = getattr(error, "failures", {}).values()
-            torn = [each for each, _ in failures if isinstance(each, TornSaveError)] + stager.torn
-            if torn or error is not None:
-                uploaded.set_exception(torn[0] if torn else error)
+            torn = (each for each, _ in failures if isinstance(each, TornSaveError))
+            if error is not None:
+                uploaded.set_exception(next(torn, error))
             else:
                 uploaded.set_result(done.result())
 
@@ -376,14 +365,16 @@ class _WatchedStager:
 
     def __init__(self, stager: Any) -> None:
         self._stager = stager
-        self.torn: list[TornSaveError] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stager, name)
 
     def stage(self, state: dict[str, Any], **options: Any) -> Any:
         versions = Versions(state)
-        size = versions.saved_all()
+        tensors = [each for each in _pytree.flatten(state)[0] if isinstance(each, torch.Tensor)]
+        for each in tensors:
+            versions.saved(each)
+        size = sum(each.nbytes for each in tensors)
         staged = self._stager.stage(state, **options)
         if not isinstance(staged, Future):
             return staged
@@ -393,9 +384,7 @@ class _WatchedStager:
             try:
                 copied, name = done.result(), versions.changed(size)
                 if name is not None:
-                    text = _TORN.format(name)
-                    self.torn.append(TornSaveError(text))
-                    copied = {**copied, "torn": _Torn(text)}
+                    copied = {**copied, "torn": _Torn(_TORN.format(name))}
                 watched.set_result(copied)
             except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
                 watched.set_exception(error)
@@ -436,8 +425,8 @@ def _is_written(path: str, options: Mapping[str, Any]) -> bool:
 
     With ``use_collectives=False`` each rank has its own, and another one may be ready with it.
     """
-    single = not dist.is_initialized() or options.get("no_dist")
-    rank = 0 if single else dist.get_rank(options.get("process_group"))
+    group = _group_of(options)
+    rank = 0 if group is None else dist.get_rank(group)
     return any(
         os.path.exists(os.path.join(path, name)) for name in (METADATA, f"__{rank}{METADATA}")
     )

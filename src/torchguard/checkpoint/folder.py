@@ -1,8 +1,4 @@
-"""checkpoint_folder(): several files of one checkpoint, shown in one step.
-
-Each folder that is made here has a file inside that says so, :data:`MARK`. What does not have it
-is never removed, never counted and never replaced.
-"""
+"""checkpoint_folder(): several files of one checkpoint, shown in one step."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ from torchguard._public import public
 from torchguard.errors import SaveError
 
 MARK = ".torchguard-checkpoint.json"
-"""The file in a folder that :func:`checkpoint_folder` has made."""
+"""In each folder that is made here; one without it is never removed, counted or replaced."""
 
 
 @public

@@ -296,11 +296,9 @@ def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
         return call()
     except BaseException:
         for _ in range(_MORE_INTERRUPTS):
-            try:
+            with contextlib.suppress(BaseException):  # the first one is raised
                 call()
-            except BaseException:  # noqa: BLE001, S112  the first one is raised
-                continue
-            break
+                break
         raise
 
 
@@ -344,8 +342,7 @@ def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Keep copies of a module's tensors; put them, and what it held, back if the block raises."""
-    modules = list(module.modules())
-    held = [(each, copy_of_attributes(each)) for each in modules]
+    held = [(each, copy_of_attributes(each)) for each in module.modules()]
     # assign=True gives the parameters of the state the requires_grad of the module's.
     flags = [
         (v, v.requires_grad)

@@ -236,33 +236,32 @@ class Versions:
     def __init__(self, obj: Any) -> None:
         self._obj = obj
         # The tensors are held, so that no id is used again.
-        self._before: dict[int, tuple[torch.Tensor, int | None]] = {}
+        self._before: dict[int, tuple[torch.Tensor, int]] = {}
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is part of what is saved; its elements are read later."""
-        self._before.setdefault(id(tensor), (tensor, version_of(tensor)))
+        version = version_of(tensor)
+        if version is not None:
+            self._before.setdefault(id(tensor), (tensor, version))
 
     def changed(self, size: int) -> str | None:
         """Name a tensor that has been written to since, or is; ``size`` is the file's, in bytes."""
-        saved = list(self._before.values())
-        name = self._changed(saved, [version_of(tensor) for tensor, _ in saved])
+        tensors = [tensor for tensor, _ in self._before.values()]
+        name = self._changed(map(version_of, tensors))
         if name is None and _another_thread_runs():
             # torch increments a version counter when the operation has ended, and runs it without
             # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
             # https://github.com/pytorch/pytorch/blob/main/tools/autograd/gen_inplace_or_view_type.py
             # An operation takes about as long as its tensor is large.
-            counted = [each for each in saved if each[1] is not None]
             seconds = min(0.02 + size / 4e9, 0.1)
             with without_torch_function():
-                now = versions_after(seconds, [tensor for tensor, _ in counted])
-            name = self._changed(counted, now)
+                now = versions_after(seconds, tensors)
+            name = self._changed(now)
         return name
 
-    def _changed(
-        self, saved: list[tuple[torch.Tensor, int | None]], now: Iterable[int | None]
-    ) -> str | None:
-        moved = (t for (t, before), version in zip(saved, now, strict=True) if version != before)
-        tensor = next(moved, None)
+    def _changed(self, now: Iterable[int | None]) -> str | None:
+        pairs = zip(self._before.values(), now, strict=True)
+        tensor = next((each for (each, before), version in pairs if version != before), None)
         return None if tensor is None else _name_of(tensor, self._obj)
 
 

@@ -384,7 +384,7 @@ class _WatchedStager:
             try:
                 copied, name = done.result(), versions.changed(size)
                 if name is not None:
-                    copied = {**copied, "torn": _Torn(_TORN.format(name))}
+                    copied = {**copied, "torn": _Torn(name)}
                 watched.set_result(copied)
             except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
                 watched.set_exception(error)
@@ -393,21 +393,18 @@ class _WatchedStager:
         return watched
 
 
-_TORN = (
-    "async_save: {} was changed in place while the state was being copied, so the checkpoint would "
-    "have held parts of two states, and is not written. Wait for staging_completion.result() "
-    "before the optimizer steps"
-)
-
-
 class _Torn(Mapping[str, Any]):
     """Raises when DCP makes its plans: the vote on them tells all ranks."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __iter__(self) -> Iterator[str]:
-        raise TornSaveError(self._text)
+        raise TornSaveError(
+            f"async_save: {self._name} was changed in place while the state was being copied, so "
+            "the checkpoint would have held parts of two states, and is not written. Wait for "
+            "staging_completion.result() before the optimizer steps"
+        )
 
     __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 

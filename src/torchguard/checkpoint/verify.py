@@ -117,10 +117,7 @@ def verify_checkpoint(
             for file in inside
             if file.relative_to(folder).as_posix() not in {*manifest, MARK}
         ]
-        for name in manifest:
-            fault = manifest_fault(folder, name, manifest, read)
-            if fault is not None:
-                faults.append(_below(target, folder, with_tensors(folder, name, fault)))
+        faults += _of_manifest(target, folder, manifest, read)
     faults += _of_files(target, files_left, limits, read)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
@@ -178,6 +175,15 @@ def manifest_fault(
     except OSError as error:
         return f"{name} can't be read: {error}"
     return None
+
+
+def _of_manifest(
+    target: Path, folder: Path, manifest: Mapping[str, Any], read: Read
+) -> Iterator[str]:
+    for name in manifest:
+        fault = manifest_fault(folder, name, manifest, read)
+        if fault is not None:
+            yield _below(target, folder, with_tensors(folder, name, fault))
 
 
 def metadata_files(folder: Path) -> list[Path]:
@@ -329,7 +335,7 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
                 limits.append(f"{path.name} was saved without checksums")
         except DamagedFileError as error:
             yield str(error)
-        except _NoChecksumsError:
+        except pickle.UnpicklingError:
             limits.append(f"{path.name}: torch's older format has no checksums")
         except RuntimeError as error:
             yield f"{path} can't be read: {error}"
@@ -348,15 +354,11 @@ def _missing_files(index: Path) -> Iterator[str]:
     yield from (f"{index.with_name(name)} is missing; {index.name} lists it" for name in missing)
 
 
-class _NoChecksumsError(Exception):
-    """The file is of torch's older format."""
-
-
 def _open(path: str | os.PathLike[str]) -> None:
     """Stand in for ``torch.load`` after the archive was compared."""
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
-            raise _NoChecksumsError
+            raise pickle.UnpicklingError  # the older format, which has no archive
     open_archive(os.fspath(path))
 
 

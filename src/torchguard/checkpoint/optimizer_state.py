@@ -7,7 +7,7 @@ https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -113,13 +113,16 @@ def _compare_shapes(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(indices) != len(parameters):
         return  # torch says so
-    faults = [
-        f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
-        for index, parameter in zip(indices, parameters, strict=True)
-        for key, value in _tensors_of(entries.get(index))
-        if (expected := _expected_shape(optimizer, parameter, key)) is not None
-        and value.shape != expected
-    ]
+    faults = []
+    for index, parameter in zip(indices, parameters, strict=True):
+        entry = entries.get(index)
+        for key, value in entry.items() if isinstance(entry, Mapping) else ():
+            expected = _expected_shape(optimizer, parameter, key, value)
+            if expected is not None and value.shape != expected:
+                faults.append(
+                    f"{key} of parameter {index} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(expected)}"
+                )
     if faults:
         raise ValueError(
             f"load_state_dict: the state is not that of these parameters of "
@@ -128,23 +131,19 @@ def _compare_shapes(
         )
 
 
-def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in entry.items() if isinstance(entry, Mapping) else ():
-        # What counts steps may be of any shape; a moment of one number is one of another parameter.
-        if isinstance(value, torch.Tensor) and (value.dim() or key in _LIKE_PARAMETER):
-            yield key, value
-
-
 def _expected_shape(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
 ) -> torch.Size | None:
+    """Return the shape that a value of the state has to have; None where any is right."""
     torchs = type(optimizer).__module__.startswith("torch.optim")
-    if not (torchs or key in _LIKE_PARAMETER):
-        return None  # it may grow
+    like_parameter = key in _LIKE_PARAMETER
+    # What counts steps may be of any shape, and what an optimizer of the user's keeps may grow.
+    if not isinstance(value, torch.Tensor) or not (like_parameter or (torchs and value.dim())):
+        return None
     own = optimizer.state.get(parameter, {}).get(key)
     if isinstance(own, torch.Tensor):
         return own.shape
-    return parameter.shape if torchs and key in _LIKE_PARAMETER else None
+    return parameter.shape if torchs and like_parameter else None
 
 
 def copy_of_attributes(obj: object) -> dict[str, Any]:

@@ -437,8 +437,6 @@ def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *more:
     if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
         return None
     path = getattr(storage, "path", None) if path is None else path
-    try:
-        name = os.fspath(path)  # type: ignore[arg-type]
-    except TypeError:
+    if not isinstance(path, (str, os.PathLike)) or "://" in str(path):
         return None
-    return name if isinstance(name, str) and "://" not in name else None
+    return os.fspath(path)

@@ -68,9 +68,9 @@ def values(of):
     return found.pop() if len(found) == 1 else None
 
 
-def attempt(load, target, path):
+def attempt(target, path, **options):
     try:
-        load(target, path)
+        torchguard.load_sharded(target, path, **options)
         error = None
     except BaseException as raised:
         error = raised
@@ -84,7 +84,7 @@ def attempt(load, target, path):
 
 
 def tried(name, target, path, **options):
-    result[name] = attempt(lambda t, p: torchguard.load_sharded(t, p, **options), target(), path)
+    result[name] = attempt(target(), path, **options)
     dist.barrier()
 
 
@@ -136,6 +136,7 @@ def gap(path):
 
 
 tried("gap", usual, damaged("gaps", "foreign", gap))
+
 
 def half():
     made = state(2.0)
@@ -203,7 +204,7 @@ class Late(Counter):
 
 for name, kind in (("object", Bad), ("late", Late)):
     target = state(2.0, counter=kind(2.0))
-    result[name] = attempt(torchguard.load_sharded, target, folder / "link")
+    result[name] = attempt(target, folder / "link")
 
 # Rank 0 follows the link just before the next save, the others after it.
 for fill in (1.0, 3.0):
@@ -212,7 +213,7 @@ for fill in (1.0, 3.0):
 followed = os.path.realpath
 if rank == 0:
     os.path.realpath = lambda path, **_: followed(path).replace("moves.2", "moves.1")
-result["moved"] = attempt(torchguard.load_sharded, state(2.0), folder / "moves")
+result["moved"] = attempt(state(2.0), folder / "moves")
 os.path.realpath = followed
 
 # FSDP1's sharded tensors.

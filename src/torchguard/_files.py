@@ -28,10 +28,13 @@ _LONGEST_STEM = 200  # bytes; with the mark and the token it stays below the usu
 # Some file systems can't sync a folder, and say so in one of these ways.
 _CANT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
 
+_open: set[str] = set()
+"""The temporary files that this process is writing now."""
+
 
 def is_temporary(path: str) -> bool:
-    """Whether this is a file that :func:`replace_file` has made and that is written now."""
-    return re.search(f"{_TEMPORARY}$", path) is not None
+    """Whether :func:`replace_file` has made this file and waits until it is written."""
+    return path in _open
 
 
 def is_replaceable(path: str) -> bool:
@@ -75,6 +78,7 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
             f"{path} can't be replaced in one step, because its folder takes no new file: {error}; "
             "choose a folder that this process may write to"
         ) from error
+    _open.add(temporary)
     try:
         write(temporary)
         # Opened and locked again: the writer may have put another file there.
@@ -93,6 +97,7 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
             os.unlink(temporary)
         raise
     finally:
+        _open.discard(temporary)
         os.close(lock)
     if fsync:
         sync(folder)

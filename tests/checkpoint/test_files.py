@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import threading
 from pathlib import Path
@@ -15,6 +16,34 @@ from torchguard._files import locked_file, replace_file, temporary_name, write_t
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.decorator.ladders import Ladder, write_buckets
 from torchguard.verification.reproduce import _write
+
+PACKAGE = Path(torchguard.__file__).parent
+RENAMES = {"replace", "rename", "renames", "move"}
+
+
+def renames(path: Path) -> list[str]:
+    """The calls in a file that put one file in the place of another; str.replace takes two."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args, keywords=[]):
+                of_module = isinstance(owner, ast.Name) and owner.id in {"os", "shutil"}
+                if name in RENAMES and (of_module or len(args) == 1):
+                    found.append(ast.unparse(node))
+    return found
+
+
+def test_no_other_file_renames() -> None:
+    """checkpoint_folder renames folders and links; fsspec's files are moved into a temporary one.
+
+    ``_torch/compile.py`` goes with the compiled code that a plan keeps.
+    """
+    found = {str(p.relative_to(PACKAGE)): renames(p) for p in sorted(PACKAGE.rglob("*.py"))}
+    assert {name for name, calls in found.items() if calls} - {"_torch/compile.py"} == {
+        "_files.py",
+        "checkpoint/folder.py",
+        "checkpoint/saving.py",
+    }
 
 
 def test_a_text_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

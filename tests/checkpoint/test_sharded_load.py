@@ -286,6 +286,7 @@ def test_an_object_that_does_not_load_a_link_that_moves_and_sharded_tensors(rank
     for each in ranks[0]:
         assert each["late"]["raised"] == "ShardedCheckpointError"
         assert "rank 1: NoStateError: no load: here" in each["late"]["text"]
+        assert each["late"]["step"] == 1  # what is no object is set before an object loads
         assert (each["moved"]["raised"], each["moved"]["holds"]) == (None, 1.0)
         assert each["sharded"] == [1.0] * 6
 

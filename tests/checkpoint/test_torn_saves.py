@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ class TestTorn:
         assert same(torch.load(path), OLD)
         assert not left(tmp_path)
 
-    def test_a_tensor_inside_any_object_is_seen(self, tmp_path: Path) -> None:
-        weight, held = torch.zeros(3), Holds()
+    @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(1, 1), Holds])
+    def test_a_tensor_inside_any_object_is_seen(
+        self, tmp_path: Path, make: Callable[[], object]
+    ) -> None:
+        """In a module, which is looked into before, and in an object that pickle meets."""
+        weight, held = torch.zeros(3), make()
         vars(held)["extra"] = [weight]
         with pytest.raises(torchguard.errors.TornSaveError, match=r"a tensor of shape \(3,\)"):
             torchguard.save([held, Steps(weight)], tmp_path / "model.pt")

@@ -105,6 +105,12 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "there is nothing at" in capsys.readouterr().err
 
 
+def test_the_help_says_what_is_unpickled(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert "verify files that you trust" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')

@@ -10,8 +10,8 @@ import re
 import shutil
 import stat
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from string import digits
 from typing import Any
@@ -106,10 +106,10 @@ def checkpoint_folder(
         with _on_all_ranks(group, link):
             yield new
         with _on_all_ranks(group, link):  # from here on no rank writes
-            if fsync:
-                _sync_all(new)
-            part = {} if group is None else _hashes(new, group)
-        files = None if group is None else dict(ChainMap(*gathered(part, group)))
+            if not rank:
+                _refuse_unfinished(new)
+            part = _manifest_part(new, fsync=fsync, group=group)
+        files = None if group is None else dict(chain(*gathered(part, group)))
         with _on_all_ranks(group, link):
             if not rank:
                 _commit(new, link, keep=keep, fsync=fsync, files=files)
@@ -194,7 +194,6 @@ def _commit(
     The mark holds ``files``, the manifest of a group. The folder of a group takes the place of the
     link itself if its name ends in a digit.
     """
-    _refuse_unfinished(new)
     with locked(str(link.parent)):  # a second writer would take the same number
         _refuse_foreign(link)
         alone = files is not None and link.name[-1].isdigit() and not os.path.lexists(link)
@@ -213,8 +212,8 @@ def _commit(
             pointer.symlink_to(final.name, target_is_directory=True)
             pointer.replace(link)
         except BaseException:
-            pointer.unlink(missing_ok=True)
             final.rename(new)
+            pointer.unlink(missing_ok=True)
             raise
         if fsync:
             sync(str(link.parent))
@@ -361,9 +360,13 @@ def _require_visible(new: Path) -> None:
         )
 
 
-def _hashes(new: Path, group: Any) -> dict[str, Any]:
-    """Return size and hash of the files of this rank: every file is hashed by one."""
-    found = {}
+def _manifest_part(new: Path, *, fsync: bool, group: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Flush all files and hash those of this rank: every file of a group is hashed by one."""
+    if fsync:
+        _sync_all(new)
+    found: list[tuple[str, dict[str, Any]]] = []
+    if group is None:
+        return found
     size, own = dist.get_world_size(group), dist.get_rank(group)
     files = sorted(each for each in new.rglob("*") if each.is_file() and each.name != MARK)
     for place, file in enumerate(files):
@@ -371,7 +374,7 @@ def _hashes(new: Path, group: Any) -> dict[str, Any]:
         of_dcp = re.match(r"__(\d+)_", file.name)
         if (int(of_dcp[1]) if of_dcp else place) % size == own:
             entry = {"size": file.stat().st_size, "sha256": sha256_of(file)}
-            found[file.relative_to(new).as_posix()] = entry
+            found.append((file.relative_to(new).as_posix(), entry))
     return found
 
 

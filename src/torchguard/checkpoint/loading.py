@@ -33,7 +33,7 @@ _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
 # Magic number, protocol, sizes of integers, the object, the keys of its storages. Elements follow.
 # https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
-OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
 _OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
 _MARKED_AS_FOLDER = 0x10
@@ -128,7 +128,8 @@ def _ends_early(path: str) -> bool:
     class, of which only half the name is there, is not allowed.
     """
     with open(path, "rb") as file:
-        if not OLDER_BEGINS.startswith(file.read(len(OLDER_BEGINS))):
+        begins = file.read(len(OLDER_BEGINS))
+        if begins[2:] != OLDER_BEGINS[2 : len(begins)] or begins[:1] != OLDER_BEGINS[:1]:
             return False
         file.seek(0)
         try:
@@ -190,7 +191,6 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 
 _MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 # Has no shape to compare or to copy.
 _LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -234,7 +234,7 @@ def load_state_dict(
         load = functools.partial(target.load_state_dict, state, strict=strict, assign=assign)
         return _load_module(load, target, state, assign)
     if isinstance(target, torch.optim.Optimizer):
-        return load_optimizer(target.load_state_dict, target, state)
+        return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
     raise TypeError(
         f"load_state_dict: target is of type {type(target).__name__}, expected a torch.nn.Module "
         "or a torch.optim.Optimizer"
@@ -296,9 +296,11 @@ def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
         return call()
     except BaseException:
         for _ in range(_MORE_INTERRUPTS):
-            with contextlib.suppress(BaseException):  # the first one is raised
+            try:
                 call()
-                break
+            except BaseException:  # noqa: BLE001, S112  the first one is raised
+                continue
+            break
         raise
 
 
@@ -320,9 +322,7 @@ def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or value.layout is not torch.strided:
         return False
     contiguous, dtype = tensor.is_contiguous(), tensor.dtype
-    # In other memory formats two elements may share memory.
-    dense = contiguous or any(tensor.is_contiguous(memory_format=f) for f in _CHANNELS_LAST)
-    if tensor.is_inference() or not dense:
+    if tensor.is_inference() or not (contiguous or _has_no_overlap(tensor)):
         return False
     same = dtype is value.dtype
     if tensor.is_cpu and value.is_cpu:
@@ -337,6 +337,17 @@ def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     return not quantized and (
         are_apart(tensor, value) or not overlapping(tensor, value, elementwise=True)
     )
+
+
+def _has_no_overlap(tensor: torch.Tensor) -> bool:
+    """Whether no two elements can share memory, by the sizes and strides alone."""
+    reach = 0  # the largest offset so far; the next stride has to go beyond it
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+    return True
 
 
 @contextlib.contextmanager

@@ -78,19 +78,28 @@ def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapp
         )
     elif theirs != ours:
         index_of = dict(zip(theirs, indices, strict=True))
-        if not len(index_of) == len(theirs) == len(ours):
-            raise ValueError(
-                f"load_state_dict: names of parameters of {kind} occur several times, and their "
-                f"order is another than in the state: {_listed(sorted(index_of))}. Give each "
-                "model's a prefix, in the state too"
-            )
+        unique = len(index_of) == len(theirs) == len(ours)
         for group, own in zip(saved, groups, strict=True):
+            if not unique:  # two models may have the same names, each in a group of its own
+                index_of = _indices_within(group, own, kind)
             group["param_names"] = list(own["param_names"])
             group["params"] = [index_of[name] for name in own["param_names"]]
-        indices = [index_of[name] for name in ours]
+        indices = [index for group in saved for index in group["params"]]
         state = {**state, "param_groups": saved}
     _compare_shapes(optimizer, indices, entries)
     return state
+
+
+def _indices_within(group: dict[str, Any], own: dict[str, Any], kind: str) -> dict[str, Any]:
+    theirs, ours = group["param_names"], own["param_names"]
+    index_of = dict(zip(theirs, group["params"], strict=True))
+    if not len(index_of) == len(theirs) == len(ours) or index_of.keys() != set(ours):
+        raise ValueError(
+            f"load_state_dict: names of parameters of {kind} occur several times, and their order "
+            f"or groups are others than in the state: {_listed(sorted({*theirs, *ours}))}. Give "
+            "each model's a prefix, in the state too"
+        )
+    return index_of
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import pickle
 import shutil
@@ -23,6 +25,7 @@ OnTorn = Literal["raise", "retry", "ignore"]
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
 _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
+_MANY = 20_000  # objects, of which most checkpoints have fewer
 _TRIES = 5  # with on_torn="retry": a loop that steps faster than it saves would never end
 
 
@@ -236,33 +239,69 @@ class Versions:
     def __init__(self, obj: Any) -> None:
         self._obj = obj
         # The tensors are held, so that no id is used again.
-        self._before: dict[int, tuple[torch.Tensor, int]] = {}
+        self._before = {id(each): (each, version_of(each)) for each in _tensors_around(obj)}
+        self._saved: dict[int, torch.Tensor] = {}
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is part of what is saved; its elements are read later."""
-        version = version_of(tensor)
-        if version is not None:
-            self._before.setdefault(id(tensor), (tensor, version))
+        self._saved[id(tensor)] = tensor
+        if id(tensor) not in self._before:  # in an object that only pickle looks into
+            self._before[id(tensor)] = tensor, version_of(tensor)
+
+    def saved_all(self) -> int:
+        """Note that all tensors are part of what is saved; return how many bytes they have."""
+        self._saved = {key: tensor for key, (tensor, _) in self._before.items()}
+        return sum(tensor.nbytes for tensor in self._saved.values())
 
     def changed(self, size: int) -> str | None:
         """Name a tensor that has been written to since, or is; ``size`` is the file's, in bytes."""
-        tensors = [tensor for tensor, _ in self._before.values()]
-        name = self._changed(map(version_of, tensors))
+        saved = [self._before[key] for key in self._saved]
+        name = self._changed(saved, [version_of(tensor) for tensor, _ in saved])
         if name is None and _another_thread_runs():
             # torch increments a version counter when the operation has ended, and runs it without
             # the GIL. While this thread sleeps with the GIL, those that run end, and none begins.
             # https://github.com/pytorch/pytorch/blob/main/tools/autograd/gen_inplace_or_view_type.py
             # An operation takes about as long as its tensor is large.
+            counted = [each for each in saved if each[1] is not None]
             seconds = min(0.02 + size / 4e9, 0.1)
             with without_torch_function():
-                now = versions_after(seconds, tensors)
-            name = self._changed(now)
+                now = versions_after(seconds, [tensor for tensor, _ in counted])
+            name = self._changed(counted, now)
         return name
 
-    def _changed(self, now: Iterable[int | None]) -> str | None:
-        pairs = zip(self._before.values(), now, strict=True)
-        tensor = next((each for (each, before), version in pairs if version != before), None)
+    def _changed(
+        self, saved: list[tuple[torch.Tensor, int | None]], now: Iterable[int | None]
+    ) -> str | None:
+        moved = (t for (t, before), version in zip(saved, now, strict=True) if version != before)
+        tensor = next(moved, None)
         return None if tensor is None else _name_of(tensor, self._obj)
+
+
+def _tensors_around(obj: Any) -> list[torch.Tensor]:
+    """Return the tensors in containers, modules and optimizers, however deep.
+
+    What is in other objects, or behind very many containers, is seen when pickle meets it: an
+    object may have a million of them, and to look at each takes as long as to save it.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    candidates = [obj]
+    while candidates and len(seen) < _MANY:
+        inside: list[Any] = []
+        for each in candidates[:_MANY]:
+            kind = _kind(type(each))  # type: ignore[arg-type]  # a class can be hashed
+            if kind is not None and id(each) not in seen:
+                seen.add(id(each))
+                (found if kind is torch.Tensor else inside).append(each)
+        candidates = gc.get_referents(*inside)
+    return found
+
+
+@functools.cache
+def _kind(cls: type) -> type | None:
+    """Return what a class is to :func:`_tensors_around`; None for what has no tensors in it."""
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, dict, list, tuple, set)
+    return next((kind for kind in kinds if issubclass(cls, kind)), None)
 
 
 def _name_of(tensor: torch.Tensor, obj: Any) -> str:

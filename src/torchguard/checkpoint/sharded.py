@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchguard import _pytree
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, gathered, is_ours, numbers
@@ -104,22 +103,10 @@ def _load(
         original(loaded, **{**options, "checkpoint_id": path, "planner": planner})
     except CheckpointException as error:
         raise ShardedCheckpointError(_describe(path, error, without, planner.agreed)) from error
-    failure = None
-    try:
-        for name, value in loaded.items():
-            if isinstance(state[name], Stateful):
-                state[name].load_state_dict(value)
-            else:
-                state[name] = value
-    except Exception as error:  # noqa: BLE001  raised below, on all ranks
-        failure = error
-    texts = gathered(None if failure is None else _said(failure), group)
-    failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
-    if failed:
-        raise ShardedCheckpointError(
-            f"load_sharded: {path} was read, and load_state_dict of an object raised; objects and "
-            f"tensors may hold parts of it. {'; '.join(failed[:_SHOWN])}"
-        ) from failure
+    for name, value in loaded.items():
+        if not isinstance(state[name], Stateful):
+            state[name] = value
+    _load_objects(path, state, loaded, group)
 
 
 def _group_of(options: Mapping[str, Any]) -> Any:
@@ -136,6 +123,23 @@ def _followed(path: str, group: Any) -> str:
     # Ranks may see the same folder below other ones.
     first_name, first_leads = gathered((name, leads), group)[0]
     return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
+
+
+def _load_objects(path: str, state: dict[str, Any], loaded: dict[str, Any], group: Any) -> None:
+    failure = None
+    try:
+        for name, value in loaded.items():
+            if isinstance(state[name], Stateful):
+                state[name].load_state_dict(value)
+    except Exception as error:  # noqa: BLE001  raised below, on all ranks
+        failure = error
+    texts = gathered(None if failure is None else _said(failure), group)
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
+    if failed:
+        raise ShardedCheckpointError(
+            f"load_sharded: {path} was read, and load_state_dict of an object raised; objects and "
+            f"tensors may hold parts of it. {'; '.join(failed[:_SHOWN])}"
+        ) from failure
 
 
 def _said(error: BaseException) -> str:
@@ -339,7 +343,8 @@ def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise SaveError(_OVERWRITES.format(path))
         if async_stager is None:
             return original(state_dict, **options)
-        response = original(state_dict, async_stager=_WatchedStager(async_stager), **options)
+        stager = _WatchedStager(async_stager)
+        response = original(state_dict, async_stager=stager, **options)
         if not hasattr(response, "upload_completion"):
             return response  # the stager has copied all
         uploaded: Future[Any] = Future()
@@ -347,9 +352,9 @@ def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
         def pass_on(done: Future[Any]) -> None:
             error = done.exception()
             failures = getattr(error, "failures", {}).values()
-            torn = (each for each, _ in failures if isinstance(each, TornSaveError))
-            if error is not None:
-                uploaded.set_exception(next(torn, error))
+            torn = [each for each, _ in failures if isinstance(each, TornSaveError)] + stager.torn
+            if torn or error is not None:
+                uploaded.set_exception(torn[0] if torn else error)
             else:
                 uploaded.set_result(done.result())
 
@@ -365,16 +370,14 @@ class _WatchedStager:
 
     def __init__(self, stager: Any) -> None:
         self._stager = stager
+        self.torn: list[TornSaveError] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stager, name)
 
     def stage(self, state: dict[str, Any], **options: Any) -> Any:
         versions = Versions(state)
-        tensors = [each for each in _pytree.flatten(state)[0] if isinstance(each, torch.Tensor)]
-        for each in tensors:
-            versions.saved(each)
-        size = sum(each.nbytes for each in tensors)
+        size = versions.saved_all()
         staged = self._stager.stage(state, **options)
         if not isinstance(staged, Future):
             return staged
@@ -384,7 +387,9 @@ class _WatchedStager:
             try:
                 copied, name = done.result(), versions.changed(size)
                 if name is not None:
-                    copied = {**copied, "torn": _Torn(name)}
+                    text = _TORN.format(name)
+                    self.torn.append(TornSaveError(text))
+                    copied = {**copied, "torn": _Torn(text)}
                 watched.set_result(copied)
             except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
                 watched.set_exception(error)
@@ -393,18 +398,21 @@ class _WatchedStager:
         return watched
 
 
+_TORN = (
+    "async_save: {} was changed in place while the state was being copied, so the checkpoint would "
+    "have held parts of two states, and is not written. Wait for staging_completion.result() "
+    "before the optimizer steps"
+)
+
+
 class _Torn(Mapping[str, Any]):
     """Raises when DCP makes its plans: the vote on them tells all ranks."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __iter__(self) -> Iterator[str]:
-        raise TornSaveError(
-            f"async_save: {self._name} was changed in place while the state was being copied, so "
-            "the checkpoint would have held parts of two states, and is not written. Wait for "
-            "staging_completion.result() before the optimizer steps"
-        )
+        raise TornSaveError(self._text)
 
     __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 

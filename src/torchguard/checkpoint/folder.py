@@ -201,13 +201,13 @@ def _commit(
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link if alone else link.with_name(f"{link.name}.{number}")
+        pointer = link.with_name(temporary_name())
         write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
         if fsync:
             sync(str(link.parent))
         if alone:
             return
-        pointer = link.with_name(temporary_name())
         try:
             pointer.symlink_to(final.name, target_is_directory=True)
             pointer.replace(link)

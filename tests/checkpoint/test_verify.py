@@ -92,6 +92,16 @@ def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "weight" in torchguard.verify_checkpoint(path).faults[0]
 
 
+def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"weight": torch.ones(3)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"data.pkl")] = 0xBA
+    path.write_bytes(data)
+    (fault,) = torchguard.verify_checkpoint(path).faults
+    assert "its directory is not what was written" in fault
+
+
 @pytest.mark.parametrize("wrong", ['"XX"', '""', "16", "null"])
 def test_a_header_that_is_damaged(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "a.safetensors"

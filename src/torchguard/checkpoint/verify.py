@@ -310,8 +310,9 @@ def _is_of_torch(file: Path) -> bool:
         if begins[257:262] == b"ustar":  # tar, which may hold zip archives as they are
             return False
         if zipfile.is_zipfile(opened):
-            with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(opened) as archive:
-                inside = {name.partition("/")[2] for name in archive.namelist()}
+            with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):
+                with zipfile.ZipFile(opened) as archive:
+                    inside = {name.partition("/")[2] for name in archive.namelist()}
                 return not inside.isdisjoint({"version", ".data/version", "data.pkl"})
             return True  # damaged, whoever wrote it
         # Of text in the place of a .bin, only what a download has left there is told.

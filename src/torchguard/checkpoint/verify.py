@@ -305,7 +305,7 @@ def _is_of_torch(file: Path) -> bool:
     """Whether torch has written a file, or should have: by its name, and by what is in it."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
         begins = opened.read(512)
-        if begins.startswith(OLDER_BEGINS):
+        if begins.startswith(OLDER_BEGINS[:-1]):  # it may end there
             return True
         if begins[257:262] == b"ustar":  # tar, which may hold zip archives as they are
             return False

@@ -23,9 +23,7 @@ try:
 except ImportError:  # Windows: what a killed process leaves stays there
     fcntl = None  # type: ignore[assignment]
 
-_MARK = "torchguard-"
-_TOKEN_BYTES = 6
-_TEMPORARY = rf"{_MARK}[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
+_TEMPORARY = r"\.torchguard-[0-9a-f]{12}"
 _LONGEST_STEM = 200  # bytes; with the mark and the token it stays below the usual 255
 # Some file systems can't sync a folder, and say so in one of these ways.
 _CANT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM}
@@ -155,12 +153,12 @@ def sync(folder: str) -> None:
 
 def temporary_name(stem: str = "") -> str:
     """Return a new name that :func:`is_temporary_name` knows."""
-    return f"{stem}.{_MARK}{secrets.token_hex(_TOKEN_BYTES)}"
+    return f"{stem}.torchguard-{secrets.token_hex(6)}"
 
 
 def is_temporary_name(name: str, stem: str = "") -> bool:
     """Whether this is a name that :func:`temporary_name` makes of ``stem``."""
-    return re.fullmatch(rf"{re.escape(stem)}\.{_TEMPORARY}", name) is not None
+    return re.fullmatch(re.escape(stem) + _TEMPORARY, name) is not None
 
 
 def try_lock(descriptor: int) -> bool:

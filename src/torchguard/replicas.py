@@ -19,8 +19,6 @@ from torchguard import _pytree
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
 
-_CHUNK = {"cpu": 1 << 15}
-_CHUNK_ELSEWHERE = 1 << 22
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -296,7 +294,7 @@ def _hash(value: Any) -> Tensor:
         flat = flat.clone()  # words of 64 bits, wherever in its memory a rank holds the tensor
     whole = flat.numel() - flat.numel() % per_word
     words = (flat[:whole].view(torch.int64), flat[whole:].to(torch.int64))
-    size = _CHUNK.get(value.device.type, _CHUNK_ELSEWHERE)
+    size = 1 << 15 if value.is_cpu else 1 << 22
     for part in filter(Tensor.numel, words):
         weights = _weights(min(size, 1 << max(part.numel() - 1, 1).bit_length()), value.device)
         for chunk in part.split(size):

@@ -156,11 +156,3 @@ def test_without_names_or_with_a_hook_of_the_users_it_goes_by_position_in_silenc
         warnings.simplefilter("error")
         load(optimizer, state)
     assert moments(optimizer, named) == pytest.approx([0.1, 0.2, 0.3])
-
-
-def test_bare_torch_gives_them_to_others() -> None:
-    named = parameters()
-    state = saved(named)
-    optimizer = torch.optim.Adam([(name, named[name]) for name in "cba"])
-    optimizer.load_state_dict(state)
-    assert moments(optimizer, named) == pytest.approx([0.3, 0.2, 0.1])

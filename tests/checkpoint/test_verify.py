@@ -83,18 +83,23 @@ def test_what_is_whole_loads_and_what_is_not_changes_nothing(tmp_path: Path) -> 
     assert 0.2 < sum(found) / len(found) < 0.8
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_a_file_that_is_cut_off(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / name
-    state = {"weight": torch.ones(300)}
-    torch.save(state, path) if name == "a.pt" else save_file(state, path)
+def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"weight": torch.ones(300)}, path)
     path.write_bytes(path.read_bytes()[:-100])
     assert main(["verify", str(path)]) == 1
     assert "NOT whole" in capsys.readouterr().out
-    if name == "a.safetensors":
-        assert "weight" in torchguard.verify_checkpoint(path).faults[0]
+    assert "weight" in torchguard.verify_checkpoint(path).faults[0]
+
+
+def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"weight": torch.ones(3)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"data.pkl")] = 0xBA
+    path.write_bytes(data)
+    (fault,) = torchguard.verify_checkpoint(path).faults
+    assert "its directory is not what was written" in fault
 
 
 @pytest.mark.parametrize("wrong", ['"XX"', '""', "16", "null"])

@@ -1,8 +1,4 @@
-"""checkpoint_folder(): several files of one checkpoint, shown in one step.
-
-Each folder that is made here has a file inside that says so, :data:`MARK`. What does not have it
-is never removed, never counted and never replaced.
-"""
+"""checkpoint_folder(): several files of one checkpoint, shown in one step."""
 
 from __future__ import annotations
 
@@ -15,9 +11,10 @@ import shutil
 import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from string import digits
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,10 +31,8 @@ from torchguard._files import (
 from torchguard._public import public
 from torchguard.errors import SaveError
 
-_T = TypeVar("_T")
-
 MARK = ".torchguard-checkpoint.json"
-"""The file in a folder that :func:`checkpoint_folder` has made."""
+"""In each folder that is made here; one without it is never removed, counted or replaced."""
 
 
 @public
@@ -92,35 +87,32 @@ def checkpoint_folder(
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))
-    rank = _rank_in(group)
-    lock, new = -1, None
-    alone = group is not None and link.name[-1].isdigit() and not link.is_symlink()
-
-    def begin() -> str | None:
-        nonlocal lock, new
-        if rank:
-            return None
-        _refuse_foreign(link, alone=alone)
-        _warn_after_crash(link, _remove_abandoned_folders(link))
-        new, lock = _new_folder(link)
-        return new.name
-
+    rank = 0 if group is None else dist.get_rank(None if group is True else group)
+    if rank < 0:
+        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
+    if group is True:
+        group = dist.group.WORLD
+    new: Path | None = None
+    lock = -1
     try:
-        name = _of_all(group, begin, link)[0]
-        new = link.with_name(str(name))
-        _of_all(group, lambda: _require_visible(new), link)
-        try:
-            yield new
-        except BaseException as error:
-            _tell(group, error, link)
-            raise
-        files = _manifest(new, link, fsync=fsync, group=group)
-
-        def show() -> None:
+        with _on_all_ranks(group, link):
             if not rank:
-                _commit(new, link, keep=keep, fsync=fsync, files=files, alone=alone)
-
-        _of_all(group, show, link)
+                _refuse_foreign(link)
+                _warn_after_crash(link, _remove_abandoned_folders(link))
+                new, lock = _new_folder(link)
+        new = link.with_name(gathered(new, group)[0].name)
+        with _on_all_ranks(group, link):
+            _require_visible(new)
+        with _on_all_ranks(group, link):
+            yield new
+        with _on_all_ranks(group, link):  # from here on no rank writes
+            if not rank:
+                _refuse_unfinished(new)
+            part = _manifest_part(new, fsync=fsync, group=group)
+        files = None if group is None else dict(chain(*gathered(part, group)))
+        with _on_all_ranks(group, link):
+            if not rank:
+                _commit(new, link, keep=keep, fsync=fsync, files=files)
     except BaseException:
         if not rank and new is not None:
             shutil.rmtree(new, ignore_errors=True)
@@ -130,11 +122,11 @@ def checkpoint_folder(
             os.close(lock)
 
 
-def _refuse_foreign(link: Path, *, alone: bool = False) -> None:
+def _refuse_foreign(link: Path) -> None:
     """Raise if something is at ``link`` that is no link to a folder with our mark."""
     if not os.path.lexists(link):
         return
-    if alone and is_ours(link):
+    if is_ours(link):
         raise SaveError(
             f"checkpoint_folder: {link} is a checkpoint already, and a name that ends in a digit "
             "is written once; remove that folder first, or choose another name"
@@ -195,28 +187,21 @@ def marked(folder: Path) -> dict[str, Any]:
 
 
 def _commit(
-    new: Path,
-    link: Path,
-    *,
-    keep: int,
-    fsync: bool,
-    files: Mapping[str, Any] | None = None,
-    alone: bool = False,
+    new: Path, link: Path, *, keep: int, fsync: bool, files: Mapping[str, Any] | None
 ) -> None:
     """Give a folder its number, let the link lead to it, and remove older ones.
 
-    The mark holds ``files``, a manifest. With ``alone`` the folder takes the place of the link.
+    The mark holds ``files``, the manifest of a group. The folder of a group takes the place of the
+    link itself if its name ends in a digit.
     """
-    _refuse_unfinished(new)
-    if fsync and files is None:
-        _sync_all(new)
     with locked(str(link.parent)):  # a second writer would take the same number
         _refuse_foreign(link)
-        alone = alone and not os.path.lexists(link)
+        alone = files is not None and link.name[-1].isdigit() and not os.path.lexists(link)
         number = max(numbers(link), default=0) + 1
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link if alone else link.with_name(f"{link.name}.{number}")
+        pointer = link.with_name(temporary_name())
         write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
         if fsync:
@@ -224,9 +209,11 @@ def _commit(
         if alone:
             return
         try:
-            _point_link_at(link, final)
+            pointer.symlink_to(final.name, target_is_directory=True)
+            pointer.replace(link)
         except BaseException:
             final.rename(new)
+            pointer.unlink(missing_ok=True)
             raise
         if fsync:
             sync(str(link.parent))
@@ -254,17 +241,6 @@ def numbers(link: Path) -> list[int]:
     """Return the numbers of the marked folders, which are whole, the oldest first."""
     found = (re.fullmatch(_numbered(link), name) for name in os.listdir(link.parent))
     return sorted(int(match[1]) for match in found if match and is_ours(link.parent / match[0]))
-
-
-def _point_link_at(link: Path, final: Path) -> None:
-    """Let the link lead to the new folder: a new link takes the place of the old one."""
-    new = link.with_name(temporary_name())
-    new.symlink_to(final.name, target_is_directory=True)
-    try:
-        new.replace(link)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def _remove(folder: Path) -> None:
@@ -344,54 +320,35 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
         RuntimeWarning,
-        stacklevel=6,  # behind begin, _of_all, checkpoint_folder and contextlib's __enter__
+        stacklevel=4,  # behind checkpoint_folder and contextlib's __enter__
     )
 
 
 # ---- with a group: one folder, made by rank 0, shown if no rank raises ----
 
 
-def _members(group: Any) -> Any:
-    """Return what torch takes for a group: None is the default one of the moment."""
-    return None if group is True else group
-
-
-def _rank_in(group: Any) -> int:
-    rank = 0 if group is None else dist.get_rank(_members(group))
-    if rank < 0:
-        raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
-    return rank
-
-
-def _of_all(group: Any, call: Callable[[], _T], link: Path) -> list[_T]:
-    """Call on every rank and return what each returned; if one raises, all raise."""
-    if group is None:
-        return [call()]
-    result, failure, own = None, None, None
+@contextlib.contextmanager
+def _on_all_ranks(group: Any, link: Path) -> Iterator[None]:
+    """If the block raises on one rank, raise on all."""
     try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001  raised below, after the others know
-        own, failure = error, f"{type(error).__name__}: {error}"
-    gathered: list[Any] = [None] * dist.get_world_size(_members(group))
-    dist.all_gather_object(gathered, (result, failure), group=_members(group))
-    if own is not None:
-        raise own
-    failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # that of this rank goes on
+            gathered(f"{type(error).__name__}: {error}", group)
+        raise
+    failures = [(rank, text) for rank, text in enumerate(gathered(None, group)) if text is not None]
     if failures:
         what = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
         raise SaveError(f"checkpoint_folder: no rank has saved, {link} is as it was. {what}")
-    return [each for each, _ in gathered]
 
 
-def _tell(group: Any, error: BaseException, link: Path) -> None:
-    """Let the other ranks raise too."""
-
-    def fail() -> None:
-        raise error
-
-    if group is not None:
-        with contextlib.suppress(Exception):  # that of this rank goes on
-            _of_all(group, fail, link)
+def gathered(value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks; that of this one without a group."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _require_visible(new: Path) -> None:
@@ -403,31 +360,22 @@ def _require_visible(new: Path) -> None:
         )
 
 
-def _manifest(new: Path, link: Path, *, fsync: bool, group: Any) -> dict[str, Any] | None:
-    """Flush all files and return what each rank has hashed; None without a group."""
-    if group is None:
-        return None
-    _of_all(group, lambda: None, link)  # from here on no rank writes
-    parts = _of_all(group, lambda: _manifest_part(new, fsync, group), link)
-    return {name: entry for part in parts for name, entry in part.items()}
-
-
-def _manifest_part(new: Path, fsync: bool, group: Any) -> dict[str, Any]:
-    """Flush all files and hash those of this rank: every one is hashed once."""
+def _manifest_part(new: Path, *, fsync: bool, group: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Flush all files and hash those of this rank: every file of a group is hashed by one."""
     if fsync:
         _sync_all(new)
+    found: list[tuple[str, dict[str, Any]]] = []
+    if group is None:
+        return found
+    size, own = dist.get_world_size(group), dist.get_rank(group)
     files = sorted(each for each in new.rglob("*") if each.is_file() and each.name != MARK)
-    # DCP names a file by the rank that wrote it, and that rank has it in its page cache.
-    size, rank = dist.get_world_size(_members(group)), _rank_in(group)
-    mine = [
-        each
-        for place, each in enumerate(files)
-        if (int(match[1]) if (match := re.match(r"__(\d+)_", each.name)) else place) % size == rank
-    ]
-    return {
-        each.relative_to(new).as_posix(): {"size": each.stat().st_size, "sha256": sha256_of(each)}
-        for each in mine
-    }
+    for place, file in enumerate(files):
+        # DCP names a file by the rank that wrote it, and that rank has it in its page cache.
+        of_dcp = re.match(r"__(\d+)_", file.name)
+        if (int(of_dcp[1]) if of_dcp else place) % size == own:
+            entry = {"size": file.stat().st_size, "sha256": sha256_of(file)}
+            found.append((file.relative_to(new).as_posix(), entry))
+    return found
 
 
 def sha256_of(path: Path, read: Callable[[int], object] = lambda _: None) -> str:

@@ -7,10 +7,13 @@ then everything that did match is overwritten. No upstream issue is known.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
+import pickletools
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,18 +29,15 @@ from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_aga
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
 
-if TYPE_CHECKING:
-    from zipfile import ZipFile, ZipInfo
-
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
 # Magic number, protocol, sizes of integers, the object, the keys of its storages. Elements follow.
 # https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
-_OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
+OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
 _PICKLES = 5
 _OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
-MARKED_AS_FOLDER = 0x10
-CHUNK = 1 << 20
+_MARKED_AS_FOLDER = 0x10
+_CHUNK = 1 << 20
 
 
 @public
@@ -77,26 +77,21 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
         size = os.path.getsize(path)
         if not size:
             raise DamagedFileError(f"{path} is empty: it was created and never written")
-        checksums = not options.get("mmap") if check is None else check
+        if _ZIP_BEGINS.startswith(first_bytes):
+            _check_zip(path, size, checksums=not options.get("mmap") if check is None else check)
         try:
-            if _ZIP_BEGINS.startswith(first_bytes):
-                _check_zip(path, size, checksums=checksums)
             return original(f, *args, **options)
-        except DamagedFileError:
-            raise
         except Exception as error:
             damage = _damage_of(path, size, error, is_zip=first_bytes == _ZIP_BEGINS)
-            if damage is not None:
-                raise damage from error
-            raise
+            if damage is None:
+                raise
+            raise damage from error
 
     return load
 
 
 def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> DamagedFileError | None:
     """Say what is wrong with a file that could not be read; None if it may be whole."""
-    import zipfile  # noqa: PLC0415  with the first load
-
     if (instead := _text_instead(path)) is not None:
         return instead
     if is_zip:
@@ -132,11 +127,9 @@ def _ends_early(path: str) -> bool:
     What the unpickler says of that depends on the place: that the stack is empty, or that a
     class, of which only half the name is there, is not allowed.
     """
-    import pickletools  # noqa: PLC0415  where a load has failed
-
     with open(path, "rb") as file:
-        begins = file.read(len(_OLDER_BEGINS))
-        if begins[2:] != _OLDER_BEGINS[2 : len(begins)] or begins[:1] != _OLDER_BEGINS[:1]:
+        begins = file.read(len(OLDER_BEGINS))
+        if begins[2:] != OLDER_BEGINS[2 : len(begins)] or begins[:1] != OLDER_BEGINS[:1]:
             return False
         file.seek(0)
         try:
@@ -150,35 +143,41 @@ def _ends_early(path: str) -> bool:
 
 def _check_zip(path: str, size: int, *, checksums: bool) -> None:
     """Compare what is in a zip archive with its directory and, with ``checksums``, its contents."""
-    import zipfile  # noqa: PLC0415  with the first load
-
     try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                # torch writes zeros after torch.serialization.set_crc32_options(False), and for
-                # what was left out under torch.serialization.skip_data(), to be filled later.
-                _check_record(archive, record, path, checksums=checksums and record.CRC != 0)
+        fault = record_fault(path, checksums=checksums)
     except zipfile.BadZipFile as error:  # the directory is at the end of the file
         raise _cut_off(path, size) from error
     except (NotImplementedError, UnicodeDecodeError) as error:  # versions and names are in it
         raise DamagedFileError(
             f"{path} is damaged: its directory is not what was written"
         ) from error
+    if fault is not None:
+        raise DamagedFileError(f"{path} is damaged: {fault}; use another copy of the file")
 
 
-def _check_record(archive: ZipFile, record: ZipInfo, path: str, *, checksums: bool) -> None:
-    if record.external_attr & MARKED_AS_FOLDER and record.file_size:
-        # torch reads nothing of a folder: the tensor is the memory it has just allocated.
-        raise DamagedFileError(f"{path} is damaged: {record.filename} is marked as a folder")
-    try:
-        with archive.open(record) as contents:  # compares the header
-            while checksums and contents.read(CHUNK):  # compares the checksum with the last one
-                pass
-    except Exception as error:  # zipfile raises four kinds, depending on which byte it was
-        raise DamagedFileError(
-            f"{path} is damaged: {record.filename} ({record.file_size:,} bytes) does not hold what "
-            f"was written ({error or type(error).__name__}); use another copy of the file"
-        ) from error
+def record_fault(file: Any, *, checksums: bool = True) -> str | None:
+    """Say which record of a zip archive does not hold what was written; None if all do.
+
+    Raises:
+        BadZipFile, NotImplementedError, UnicodeDecodeError: the directory can't be read.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.external_attr & _MARKED_AS_FOLDER and record.file_size:
+                # torch reads nothing of a folder: the tensor is the memory it has just allocated.
+                return f"{record.filename} is marked as a folder"
+            try:
+                with archive.open(record) as contents:  # compares the header
+                    # torch writes zeros after torch.serialization.set_crc32_options(False), and for
+                    # what was left out under torch.serialization.skip_data(), to be filled later.
+                    while checksums and record.CRC and contents.read(_CHUNK):
+                        pass  # the checksum is compared with the last one
+            except Exception as error:  # noqa: BLE001  zipfile raises four kinds, by the byte
+                return (
+                    f"{record.filename} ({record.file_size:,} bytes) does not hold what was "
+                    f"written ({error or type(error).__name__})"
+                )
+    return None
 
 
 def _cut_off(path: str, size: int) -> DamagedFileError:
@@ -191,7 +190,6 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 # ---- load_state_dict() ----
 
 _MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # Has no shape to compare or to copy.
 _LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -233,10 +231,8 @@ def load_state_dict(
             and they are not the same.
     """
     if isinstance(target, torch.nn.Module):
-        return _load_module(
-            lambda: target.load_state_dict(state, strict=strict, assign=assign),
-            *(target, state, assign),
-        )
+        load = functools.partial(target.load_state_dict, state, strict=strict, assign=assign)
+        return _load_module(load, target, state, assign)
     if isinstance(target, torch.optim.Optimizer):
         return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
     raise TypeError(
@@ -251,10 +247,8 @@ def guard_module_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(
         self: Any, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        return _load_module(
-            lambda: original(self, state_dict, strict, assign),
-            *(self, state_dict, assign),
-        )
+        load = functools.partial(original, self, state_dict, strict, assign)
+        return _load_module(load, self, state_dict, assign)
 
     return load_state_dict
 
@@ -263,7 +257,7 @@ def guard_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``torch.optim.Optimizer.load_state_dict`` what :func:`load_state_dict` is."""
 
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        return load_optimizer(lambda given: original(self, given), self, state_dict)
+        return load_optimizer(functools.partial(original, self), self, state_dict)
 
     return load_state_dict
 
@@ -272,10 +266,7 @@ def guard_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_module(
-    call: Callable[[], Any],
-    module: torch.nn.Module,
-    state: Mapping[str, Any],
-    assign: bool,
+    call: Callable[[], Any], module: torch.nn.Module, state: Mapping[str, Any], assign: bool
 ) -> Any:
     if not isinstance(state, Mapping):
         return call()  # which says so
@@ -283,19 +274,15 @@ def _load_module(
     ties = ties_of(named_tensors(module) if tensors is None else tensors)
     if not assign:
         require_one_value(module, ties, state)
-    matching = [(tensor, state[name]) for name, tensor in tensors or () if name in state]
-    fitting = [
-        (t, v)
-        for t, v in matching
-        if isinstance(v, torch.Tensor)
-        and (isinstance(t, _LAZY) or isinstance(v, _LAZY) or t.shape == v.shape)
-    ]
-    if tensors is None or not all(_copy_succeeds(*pair) for pair in fitting):
+    named = [(tensor, state.get(name)) for name, tensor in tensors or ()]
+    pairs = [(tensor, value) for tensor, value in named if isinstance(value, torch.Tensor)]
+    if tensors is None or not all(_copy_succeeds(*pair) for pair in pairs):
         with _put_back(module, state):
             result = call()
             tie_again(module, ties, state)
             return result
-    if not len(fitting) == len(tensors) == len(state):
+    fits = all(tensor.shape == value.shape for tensor, value in pairs)
+    if not (fits and len(pairs) == len(tensors) == len(state)):
         # torch says what names and shapes do not match before anything is written. What it
         # accepts, such as a checkpoint of an older version, it will accept again.
         with _SkipCopies():
@@ -324,8 +311,8 @@ class _SkipCopies(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
-    """Whether ``tensor.copy_(value)`` under no_grad has no reason to raise.
+def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``tensor.copy_(value)`` of the same shape has no reason to raise under no_grad.
 
     It must not need memory, meet a layout or a class that has no such copy, read what it writes in
     another order, or warn: a warning may be an error.
@@ -345,7 +332,7 @@ def _copy_succeeds(tensor: torch.Tensor, value: Any) -> bool:
     # Elsewhere than on a CPU another dtype, and between devices another layout, needs memory.
     elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
         return False
-    quantized = dtype in _QUANTIZED or (not same and value.dtype in _QUANTIZED)
+    quantized = tensor.is_quantized or (not same and value.is_quantized)
     # The exact answer takes some microseconds a tensor.
     return not quantized and (
         are_apart(tensor, value) or not overlapping(tensor, value, elementwise=True)
@@ -366,8 +353,7 @@ def _has_no_overlap(tensor: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
     """Keep copies of a module's tensors; put them, and what it held, back if the block raises."""
-    modules = list(module.modules())
-    held = [(each, copy_of_attributes(each)) for each in modules]
+    held = [(each, copy_of_attributes(each)) for each in module.modules()]
     # assign=True gives the parameters of the state the requires_grad of the module's.
     flags = [
         (v, v.requires_grad)

@@ -7,7 +7,7 @@ https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ _LIKE_PARAMETER = {
 
 
 def load_optimizer(
-    call: Callable[[Mapping[str, Any]], Any],
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
+    call: Callable[[Any], Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> Any:
     """Call ``call`` with the state in the order of the optimizer's parameters, wholly or not."""
-    state = _by_name(optimizer, state)
-    _compare_shapes(optimizer, state)
+    # A hook may change shapes, or the order, and names: torch's documentation shows one.
+    if not has_load_hooks(optimizer):
+        state = _by_name(optimizer, state)
     attributes = copy_of_attributes(optimizer)
     groups = [(group, group.copy()) for group in optimizer.param_groups]
     states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
@@ -48,42 +47,47 @@ def load_optimizer(
 
 
 def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state with its parameters in the optimizer's order, if both sides have names."""
+    """Return the state with its parameters in the optimizer's order, if both sides have names.
+
+    Raises:
+        ValueError: it is the state of other parameters, by names or by shapes.
+    """
+    groups = optimizer.param_groups
     try:
         saved = [dict(group) for group in state["param_groups"]]
         indices = [index for group in saved for index in group["params"]]
+        entries = dict(state["state"])
     except (KeyError, TypeError, ValueError):
         return state  # torch says what is missing
-    groups = optimizer.param_groups
-    theirs, ours = _names(saved), _names(groups)
-    # A hook may give the state another order, and names: torch's documentation shows one.
-    if has_load_hooks(optimizer) or len(saved) != len(groups) or (theirs is None and ours is None):
-        return state
-    kind = type(optimizer).__name__
+    if len(saved) != len(groups):
+        return state  # torch says so
+    theirs, ours, kind = _names(saved), _names(groups), type(optimizer).__name__
     if theirs is None or ours is None:
-        side = "the state has" if ours is None else "the optimizer has"
-        warn_user(
-            f"load_state_dict: {side} names of parameters, the other side has none, so the state "
-            f"goes to the parameters of {kind} by their order; make both from "
-            "model.named_parameters()"
-        )
-        return state
-    if set(theirs) != set(ours):
+        if theirs is not ours:
+            side = "the state has" if ours is None else "the optimizer has"
+            warn_user(
+                f"load_state_dict: {side} names of parameters, the other side has none, so the "
+                f"state goes to the parameters of {kind} by their order; make both from "
+                "model.named_parameters()"
+            )
+    elif set(theirs) != set(ours):
         lacking, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
         raise ValueError(
             f"load_state_dict: the state is not that of these parameters of {kind}: it lacks "
             f"{_listed(lacking)} and has {_listed(unknown)} besides"
         )
-    if theirs == ours:
-        return state
-    index_of = dict(zip(theirs, indices, strict=True))
-    unique = len(index_of) == len(theirs) == len(ours)
-    for group, own in zip(saved, groups, strict=True):
-        if not unique:  # two models may have the same names, each in a group of its own
-            index_of = _indices_within(group, own, kind)
-        group["param_names"] = list(own["param_names"])
-        group["params"] = [index_of[name] for name in own["param_names"]]
-    return {**state, "param_groups": saved}
+    elif theirs != ours:
+        index_of = dict(zip(theirs, indices, strict=True))
+        unique = len(index_of) == len(theirs) == len(ours)
+        for group, own in zip(saved, groups, strict=True):
+            if not unique:  # two models may have the same names, each in a group of its own
+                index_of = _indices_within(group, own, kind)
+            group["param_names"] = list(own["param_names"])
+            group["params"] = [index_of[name] for name in own["param_names"]]
+        indices = [index for group in saved for index in group["params"]]
+        state = {**state, "param_groups": saved}
+    _compare_shapes(optimizer, indices, entries)
+    return state
 
 
 def _indices_within(group: dict[str, Any], own: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -112,24 +116,22 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "nothing"  # noqa: PLR2004
 
 
-def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    try:
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        loaded = dict(state["state"])
-    except (KeyError, TypeError, ValueError):
-        return  # torch says what is missing
-    if has_load_hooks(optimizer):  # which may change the shapes
-        return
+def _compare_shapes(
+    optimizer: torch.optim.Optimizer, indices: list[Any], entries: Mapping[Any, Any]
+) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(saved) != len(parameters):
-        return
-    faults = [
-        f"{key} of parameter {index} has shape {tuple(value.shape)}, expected {tuple(expected)}"
-        for index, parameter in zip(saved, parameters, strict=True)
-        for key, value in _tensors_of(loaded.get(index))
-        if (expected := _expected_shape(optimizer, parameter, key)) is not None
-        and value.shape != expected
-    ]
+    if len(indices) != len(parameters):
+        return  # torch says so
+    faults = []
+    for index, parameter in zip(indices, parameters, strict=True):
+        entry = entries.get(index)
+        for key, value in entry.items() if isinstance(entry, Mapping) else ():
+            expected = _expected_shape(optimizer, parameter, key, value)
+            if expected is not None and value.shape != expected:
+                faults.append(
+                    f"{key} of parameter {index} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(expected)}"
+                )
     if faults:
         raise ValueError(
             f"load_state_dict: the state is not that of these parameters of "
@@ -138,23 +140,19 @@ def _compare_shapes(optimizer: torch.optim.Optimizer, state: Any) -> None:
         )
 
 
-def _tensors_of(entry: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in entry.items() if isinstance(entry, Mapping) else ():
-        # What counts steps may be of any shape; a moment of one number is one of another parameter.
-        if isinstance(value, torch.Tensor) and (value.dim() or key in _LIKE_PARAMETER):
-            yield key, value
-
-
 def _expected_shape(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
 ) -> torch.Size | None:
+    """Return the shape that a value of the state has to have; None where any is right."""
     torchs = type(optimizer).__module__.startswith("torch.optim")
-    if not (torchs or key in _LIKE_PARAMETER):
-        return None  # it may grow
+    like_parameter = key in _LIKE_PARAMETER
+    # What counts steps may be of any shape, and what an optimizer of the user's keeps may grow.
+    if not isinstance(value, torch.Tensor) or not (like_parameter or (torchs and value.dim())):
+        return None
     own = optimizer.state.get(parameter, {}).get(key)
     if isinstance(own, torch.Tensor):
         return own.shape
-    return parameter.shape if torchs and key in _LIKE_PARAMETER else None
+    return parameter.shape if torchs and like_parameter else None
 
 
 def copy_of_attributes(obj: object) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchguard._public import public
 from torchguard._torch import patch
-from torchguard.checkpoint.folder import checkpoint_folder, is_ours, numbers
+from torchguard.checkpoint.folder import checkpoint_folder, gathered, is_ours, numbers
 from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import (
     METADATA,
@@ -83,8 +83,9 @@ def _load(
     options: Mapping[str, Any],
     allowed: Mapping[str, bool],
 ) -> None:
-    path = _followed(path, options)
-    without = _of_all(not metadata_files(Path(path)), options)
+    group = _group_of(options)
+    path = _followed(path, group)
+    without = gathered(not metadata_files(Path(path)), group)
     loaded: dict[str, Any] = {}
     failure: Exception | None = None
     try:
@@ -105,31 +106,26 @@ def _load(
     for name, value in loaded.items():
         if not isinstance(state[name], Stateful):
             state[name] = value
-    _load_objects(path, state, loaded, options)
+    _load_objects(path, state, loaded, group)
 
 
-def _followed(path: str, options: Mapping[str, Any]) -> str:
+def _group_of(options: Mapping[str, Any]) -> Any:
+    """Return the ranks for which DCP is called with these options; None for one process."""
+    if not dist.is_initialized() or options.get("no_dist"):
+        return None
+    return options.get("process_group") or dist.group.WORLD
+
+
+def _followed(path: str, group: Any) -> str:
     """Follow a link once and for all ranks: another program may save meanwhile."""
     parent, name = os.path.split(os.path.abspath(path))
     leads = os.path.relpath(os.path.realpath(path), os.path.realpath(parent))
     # Ranks may see the same folder below other ones.
-    first_name, first_leads = _of_all((name, leads), options)[0]
+    first_name, first_leads = gathered((name, leads), group)[0]
     return os.path.normpath(os.path.join(parent, first_leads if name == first_name else leads))
 
 
-def _of_all(value: Any, options: Mapping[str, Any]) -> list[Any]:
-    """Return the values of all ranks."""
-    if not dist.is_initialized() or options.get("no_dist"):
-        return [value]
-    group = options.get("process_group")
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _load_objects(
-    path: str, state: dict[str, Any], loaded: dict[str, Any], options: Mapping[str, Any]
-) -> None:
+def _load_objects(path: str, state: dict[str, Any], loaded: dict[str, Any], group: Any) -> None:
     failure = None
     try:
         for name, value in loaded.items():
@@ -137,7 +133,7 @@ def _load_objects(
                 state[name].load_state_dict(value)
     except Exception as error:  # noqa: BLE001  raised below, on all ranks
         failure = error
-    texts = _of_all(None if failure is None else _said(failure), options)
+    texts = gathered(None if failure is None else _said(failure), group)
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(texts) if each is not None]
     if failed:
         raise ShardedCheckpointError(
@@ -309,12 +305,10 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if path is None or not _is_written(path, options):
             return original(state_dict, *writer, **options)
         if _is_ours(path):
-            several = dist.is_initialized() and not options.get("no_dist")
-            group = (options.get("process_group") or True) if several else None
             link = os.path.abspath(path)
             # As many stay as there are, of which dcp.save() would have written over one.
             kept = max(len(numbers(Path(link))), 1)
-            with checkpoint_folder(link, keep=kept, group=group) as new:
+            with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
                 options = _with_copy_of(options, "storage_writer", *writer)
                 return original(state_dict, **{**options, "checkpoint_id": new})
         raise SaveError(_OVERWRITES.format(path))
@@ -436,8 +430,8 @@ def _is_written(path: str, options: Mapping[str, Any]) -> bool:
 
     With ``use_collectives=False`` each rank has its own, and another one may be ready with it.
     """
-    single = not dist.is_initialized() or options.get("no_dist")
-    rank = 0 if single else dist.get_rank(options.get("process_group"))
+    group = _group_of(options)
+    rank = 0 if group is None else dist.get_rank(group)
     return any(
         os.path.exists(os.path.join(path, name)) for name in (METADATA, f"__{rank}{METADATA}")
     )
@@ -451,8 +445,6 @@ def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *more:
     if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
         return None
     path = getattr(storage, "path", None) if path is None else path
-    try:
-        name = os.fspath(path)  # type: ignore[arg-type]
-    except TypeError:
+    if not isinstance(path, (str, os.PathLike)) or "://" in str(path):
         return None
-    return name if isinstance(name, str) and "://" not in name else None
+    return os.fspath(path)

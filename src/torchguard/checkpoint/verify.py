@@ -19,13 +19,12 @@ from torchguard._files import is_temporary_name
 from torchguard._public import public
 from torchguard._torch import open_archive
 from torchguard.checkpoint.folder import MARK, marked, sha256_of
-from torchguard.checkpoint.loading import CHUNK, MARKED_AS_FOLDER, guard_load
+from torchguard.checkpoint.loading import OLDER_BEGINS, guard_load, record_fault
 from torchguard.errors import DamagedFileError
 
 METADATA = ".metadata"
 _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
 _HEADER_SIZE = 8
-_OLDER_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # a pickled number
 _DTYPE = re.compile(r"(?:BF|[CFIU])(\d{1,2})(?:_E\d+M\d+\w*)?")  # of safetensors, with its bits
 
 Read = Callable[[int], object]
@@ -103,7 +102,14 @@ def verify_checkpoint(
     faults: list[str] = []
     limits: list[str] = []
     files_left = files
-    for folder, manifest in _manifests(files, faults):
+    for folder in [file.parent for file in files if file.name == MARK]:
+        try:
+            manifest = manifest_of(folder)
+        except DamagedFileError as error:
+            faults.append(str(error))
+            continue
+        if manifest is None:
+            continue
         inside = [file for file in files if file.is_relative_to(folder)]
         files_left = [file for file in files_left if file not in inside]
         limits += [
@@ -111,10 +117,7 @@ def verify_checkpoint(
             for file in inside
             if file.relative_to(folder).as_posix() not in {*manifest, MARK}
         ]
-        for name in manifest:
-            fault = manifest_fault(folder, name, manifest, read)
-            if fault is not None:
-                faults.append(_below(target, folder, with_tensors(folder, name, fault)))
+        faults += _of_manifest(target, folder, manifest, read)
     faults += _of_files(target, files_left, limits, read)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
@@ -126,19 +129,6 @@ def _files_in(folder: Path) -> Iterator[Path]:
         writing = any(map(is_temporary_name, file.relative_to(folder).parts))
         if not writing and file.is_file():
             yield file
-
-
-def _manifests(
-    files: Iterable[Path], faults: list[str]
-) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    for folder in [file.parent for file in files if file.name == MARK]:
-        try:
-            manifest = manifest_of(folder)
-        except DamagedFileError as error:
-            faults.append(str(error))
-        else:
-            if manifest is not None:
-                yield folder, manifest
 
 
 def _below(target: Path, folder: Path, fault: str) -> str:
@@ -185,6 +175,15 @@ def manifest_fault(
     except OSError as error:
         return f"{name} can't be read: {error}"
     return None
+
+
+def _of_manifest(
+    target: Path, folder: Path, manifest: Mapping[str, Any], read: Read
+) -> Iterator[str]:
+    for name in manifest:
+        fault = manifest_fault(folder, name, manifest, read)
+        if fault is not None:
+            yield _below(target, folder, with_tensors(folder, name, fault))
 
 
 def metadata_files(folder: Path) -> list[Path]:
@@ -264,18 +263,13 @@ def with_tensors(
 
 def _zip_fault(file: io.BytesIO) -> str | None:
     try:
-        with zipfile.ZipFile(file) as archive:
-            for record in archive.infolist():
-                if record.external_attr & MARKED_AS_FOLDER:
-                    return f"{record.filename} is marked as a folder"
-                with archive.open(record) as contents:
-                    while record.CRC and contents.read(CHUNK):
-                        pass
-        file.seek(0)  # it takes what follows
-        open_archive(file)
-    except Exception as error:  # noqa: BLE001  zipfile raises four kinds, by the byte
+        fault = record_fault(file)
+        if fault is None:
+            file.seek(0)  # it takes what follows
+            open_archive(file)
+    except Exception as error:  # noqa: BLE001  as many kinds as the directory has fields
         return str(error) or type(error).__name__
-    return None
+    return fault
 
 
 def _has_checksums(file: Path | io.BytesIO) -> bool:
@@ -311,13 +305,14 @@ def _is_of_torch(file: Path) -> bool:
     """Whether torch has written a file, or should have: by its name, and by what is in it."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
         begins = opened.read(512)
-        if begins.startswith(_OLDER_MAGIC):
+        if begins.startswith(OLDER_BEGINS[:-1]):  # it may end there
             return True
         if begins[257:262] == b"ustar":  # tar, which may hold zip archives as they are
             return False
         if zipfile.is_zipfile(opened):
-            with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(opened) as archive:
-                inside = {name.partition("/")[2] for name in archive.namelist()}
+            with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):
+                with zipfile.ZipFile(opened) as archive:
+                    inside = {name.partition("/")[2] for name in archive.namelist()}
                 return not inside.isdisjoint({"version", ".data/version", "data.pkl"})
             return True  # damaged, whoever wrote it
         # Of text in the place of a .bin, only what a download has left there is told.
@@ -341,7 +336,7 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
                 limits.append(f"{path.name} was saved without checksums")
         except DamagedFileError as error:
             yield str(error)
-        except _NoChecksumsError:
+        except pickle.UnpicklingError:
             limits.append(f"{path.name}: torch's older format has no checksums")
         except RuntimeError as error:
             yield f"{path} can't be read: {error}"
@@ -360,15 +355,11 @@ def _missing_files(index: Path) -> Iterator[str]:
     yield from (f"{index.with_name(name)} is missing; {index.name} lists it" for name in missing)
 
 
-class _NoChecksumsError(Exception):
-    """The file is of torch's older format."""
-
-
 def _open(path: str | os.PathLike[str]) -> None:
     """Stand in for ``torch.load`` after the archive was compared."""
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
-            raise _NoChecksumsError
+            raise pickle.UnpicklingError  # the older format, which has no archive
     open_archive(os.fspath(path))
 
 

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from torchguard._public import public
 from torchguard.bucketing.fit import best_ladders
 from torchguard.bucketing.histogram import (
-    Observed,
+    grouped,
     is_amount,
     largest_bucket,
     observe,
     positive_integer,
-    sums,
 )
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
@@ -156,34 +155,30 @@ def fit_pairs(
     places = np.stack([np.searchsorted(axes[axis], seen[:, axis]) for axis in (0, 1)], axis=1)
     distinct, where = np.unique(places, axis=0, return_inverse=True)
     prices = np.array([[_price(cost, a, b) for b in axes[1].tolist()] for a in axes[0].tolist()])
-    search = _Search(distinct, sums(where, weights), prices, fixed=maximum is not None)
+    seen_weights = np.bincount(where.ravel(), weights)
+    search = _Search(distinct, seen_weights, prices, fixed=maximum is not None)
     found = search.best(min(count, len(distinct) + search.fixed))
     return PairBuckets([(int(axes[0][a]), int(axes[1][b])) for a, b in found.tolist()], cost)
 
 
 def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
     """Count pairs: (P, 2) sizes and (P,) weights."""
-    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
-        raise TypeError(
-            f"{operation}: pairs is of type {type(pairs).__name__}, expected (a, b) pairs"
-        )
     if hasattr(pairs, "tolist"):  # an array or a tensor
         pairs = pairs.tolist()
-    counts: dict[Any, float] = {}
     try:
         counts = dict(pairs if isinstance(pairs, Mapping) else Counter(map(tuple, pairs)))
-        first, second = zip(*counts, strict=True)
-    except (TypeError, ValueError) as error:
-        if not counts and not isinstance(error, TypeError):
-            raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)") from None
-        raise TypeError(f"{operation}: expected (a, b) pairs of integers") from None
+        shapes = [(a, b) for a, b in counts]
+    except (TypeError, ValueError):
+        found = f"pairs is of type {type(pairs).__name__}"
+        raise TypeError(f"{operation}: {found}, expected (a, b) pairs of integers") from None
+    if not shapes:
+        raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)")
     for pair, weight in counts.items():
         if not is_amount(weight) or not weight:
             raise ValueError(f"{operation}: {pair} was seen {weight!r} times, expected more than 0")
-    for column in (first, second):
+    for column in zip(*shapes, strict=True):
         observe(column, operation)  # says which size is wrong
-    sizes = np.array([first, second], dtype=np.int64).T
-    return sizes, np.array([float(weight) for weight in counts.values()])
+    return np.array(shapes, np.int64), np.array([float(weight) for weight in counts.values()])
 
 
 def _price(cost: PairCost, a: int, b: int) -> float:
@@ -197,9 +192,8 @@ def _price(cost: PairCost, a: int, b: int) -> float:
 
 def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | None) -> _Integers:
     """Return the sizes one axis may have, the largest last."""
-    distinct, where = np.unique(sizes, return_inverse=True)
-    top = largest_bucket(int(distinct[-1]), step, maximum, "fit_pairs")
-    observed = Observed(distinct, sums(where, weights))
+    observed = grouped(sizes, weights)
+    top = largest_bucket(int(observed.sizes[-1]), step, maximum, "fit_pairs")
     return np.array(best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)[-1].sizes)
 
 
@@ -249,8 +243,7 @@ class _Search:
     def _ladder(self, axis: int, count: int) -> _Integers:
         """Return the best places on one axis while the other stays at its largest."""
         along = self.prices[:, -1] if axis == 0 else self.prices[-1]
-        present, where = np.unique(self.pairs[:, axis], return_inverse=True)
-        observed = Observed(present + 1, sums(where, self.weights))
+        observed = grouped(self.pairs[:, axis] + 1, self.weights)
         best = best_ladders(observed, count, cost=lambda place: along[place - 1], top=len(along))
         return np.array(best[-1].sizes) - 1
 

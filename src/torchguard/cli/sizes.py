@@ -32,7 +32,8 @@ def read_sizes(
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 text: {error}") from None
     if kind == "txt":
-        return _from_text(text, name)
+        lines = enumerate(text.splitlines(), start=1)
+        return [_integer(word, f"{name}:{n}") for n, line in lines for word in line.split()]
     return _from_csv(text, name, column) if kind == "csv" else _from_json(text, name, column)
 
 
@@ -49,12 +50,11 @@ def _kind(content: bytes, column: str | None) -> str:
 
 def _from_npy(content: bytes, name: str) -> NDArray[np.int64]:
     try:
-        array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        array: NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{name}: not a .npy file of integers: {error}") from None
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-        found = getattr(array, "dtype", "an archive")
-        raise ValueError(f"{name}: expected integers, found {found}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected integers, found {array.dtype}")
     return array.reshape(-1)
 
 
@@ -63,11 +63,6 @@ def _integer(text: Any, where: str) -> int:
         return int(text)
     except (TypeError, ValueError):
         raise ValueError(f"{where}: {text!r} is not an integer") from None
-
-
-def _from_text(text: str, name: str) -> list[int]:
-    lines = enumerate(text.splitlines(), start=1)
-    return [_integer(word, f"{name}:{number}") for number, line in lines for word in line.split()]
 
 
 def _from_csv(text: str, name: str, column: str | None) -> list[int]:

@@ -123,7 +123,7 @@ def best_ladders(
     buckets, costs, below = buckets[seen], costs[seen], np.append(0.0, below[seen])
     count = min(count, len(costs))
     reached = np.append(0.0, costs * below[1:])  # D[k, :]
-    cuts = [np.zeros(len(costs), np.int32)]
+    cuts: list[NDArray[np.int32]] = [np.zeros(len(costs), np.int32)]
     found = [_read(buckets, cuts, float(reached[-1]))]
     while len(found) < count:
         reached, cut = _one_more_bucket(reached, below, costs)

@@ -129,7 +129,7 @@ def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
 def grouped(sizes: NDArray[np.integer[Any]], weights: NDArray[np.float64]) -> Observed:
     """Add up the weights of equal sizes."""
     distinct, where = np.unique(sizes, return_inverse=True)
-    return Observed(distinct, np.bincount(where, weights))
+    return Observed(distinct, np.bincount(where, weights).astype(np.float64, copy=False))
 
 
 def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -> int:

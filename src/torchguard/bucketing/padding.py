@@ -341,10 +341,11 @@ def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -
         return x.new_empty(shape)
     if callable(value):
         with torch.no_grad():
-            value = value(x.detach(), missing)
-        if not isinstance(value, (int, float, complex)):
-            return _broadcast(value, x, shape)
-        check_number(value, x.dtype)
+            made = value(x.detach(), missing)
+        if not isinstance(made, (int, float, complex)):
+            return _broadcast(made, x, shape)
+        check_number(made, x.dtype)
+        value = made
     if isinstance(value, (int, float, complex)):
         return _constant(value, x).expand(shape)
     if value == "repeat-last":

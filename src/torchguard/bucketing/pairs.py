@@ -155,7 +155,7 @@ def fit_pairs(
     places = np.stack([np.searchsorted(axes[axis], seen[:, axis]) for axis in (0, 1)], axis=1)
     distinct, where = np.unique(places, axis=0, return_inverse=True)
     prices = np.array([[_price(cost, a, b) for b in axes[1].tolist()] for a in axes[0].tolist()])
-    seen_weights = np.bincount(where.ravel(), weights)
+    seen_weights = np.bincount(where.ravel(), weights).astype(np.float64, copy=False)
     search = _Search(distinct, seen_weights, prices, fixed=maximum is not None)
     found = search.best(min(count, len(distinct) + search.fixed))
     return PairBuckets([(int(axes[0][a]), int(axes[1][b])) for a, b in found.tolist()], cost)

@@ -50,11 +50,12 @@ def _kind(content: bytes, column: str | None) -> str:
 
 def _from_npy(content: bytes, name: str) -> NDArray[np.int64]:
     try:
-        array: NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{name}: not a .npy file of integers: {error}") from None
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name}: expected integers, found {array.dtype}")
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+        found = getattr(array, "dtype", "an archive")
+        raise ValueError(f"{name}: expected integers, found {found}")
     return array.reshape(-1)
 
 

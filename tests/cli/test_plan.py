@@ -150,7 +150,6 @@ def test_files(
     ("name", "content", "column", "message"),
     [
         ("a.txt", b"10\n2x\n", None, "a.txt:2: '2x' is not an integer"),
-        ("a.txt", b"10\n2.5\n", None, "a.txt:2: '2.5' is not an integer"),
         ("a.txt", b"\xff\xfe1", None, "not UTF-8"),
         ("a.txt", b"1", "length", "has no columns"),
         ("a.csv", b"a,b\n1,2\n", None, "which column? pass --column with one of a, b"),
@@ -164,7 +163,6 @@ def test_files(
         ("a.json", b'{"x": 1}', None, "'x' is not an integer"),
         ("a.npy", b"nothing", None, "not a .npy file"),
         ("a.npy", npy([1.5]), None, "found float64"),
-        ("a.npy", npy(["a"]), None, "found <U1"),
     ],
 )
 def test_bad_file(name: str, content: bytes, column: str | None, message: str) -> None:

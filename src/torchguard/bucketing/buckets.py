@@ -321,9 +321,6 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __contains__(self, size: object) -> bool:
-        return size in self.sizes
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)})"
 

@@ -257,20 +257,15 @@ def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:
 
 
 def _size(length: int, dim: int, buckets: Buckets | Sequence[int] | int) -> int:
-    if isinstance(buckets, (Buckets, list, tuple, range)):
-        if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
-            for size in buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets):
-                if length <= size:
-                    return size
-        return as_buckets(buckets, "pad_to_bucket: buckets").bucket_for(length)
-    if isinstance(buckets, bool) or not isinstance(buckets, int):
-        raise TypeError(
-            f"pad_to_bucket: buckets is of type {type(buckets).__name__}, expected Buckets, a list "
-            "of sizes or one size"
-        )
-    if buckets < length:
-        raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
-    return buckets
+    if isinstance(buckets, int) and not isinstance(buckets, bool):
+        if buckets < length:
+            raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
+        return buckets
+    if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
+        for size in buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets):
+            if length <= size:
+                return size
+    return as_buckets(buckets, "pad_to_bucket: buckets", " or one size").bucket_for(length)
 
 
 def _check_buffer(x: torch.Tensor, dim: int, size: int, out: torch.Tensor) -> None:

@@ -143,15 +143,14 @@ def fit_pairs(
     seen, weights = _observe(pairs, "fit_pairs")
     count = positive_integer(count, "count", "fit_pairs")
     steps = multiple_of if isinstance(multiple_of, tuple) else (multiple_of, multiple_of)
-    axes = [
-        _candidates(
-            seen[:, axis],
-            weights,
-            positive_integer(steps[axis], "multiple_of", "fit_pairs"),
-            None if maximum is None else maximum[axis],
-        )
-        for axis in (0, 1)
-    ]
+    tops = (None, None) if maximum is None else maximum
+    axes: list[_Integers] = []  # the sizes that each axis may have, the largest last
+    for axis in (0, 1):
+        step = positive_integer(steps[axis], "multiple_of", "fit_pairs")
+        observed = grouped(seen[:, axis], weights)
+        top = largest_bucket(int(observed.sizes[-1]), step, tops[axis], "fit_pairs")
+        ladders = best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)
+        axes.append(np.array(ladders[-1].sizes))
     places = np.stack([np.searchsorted(axes[axis], seen[:, axis]) for axis in (0, 1)], axis=1)
     distinct, where = np.unique(places, axis=0, return_inverse=True)
     prices = np.array([[_price(cost, a, b) for b in axes[1].tolist()] for a in axes[0].tolist()])
@@ -188,13 +187,6 @@ def _price(cost: PairCost, a: int, b: int) -> float:
             f"fit_pairs: cost({a}, {b}) is {price}, expected a positive, finite number"
         )
     return price
-
-
-def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | None) -> _Integers:
-    """Return the sizes one axis may have, the largest last."""
-    observed = grouped(sizes, weights)
-    top = largest_bucket(int(observed.sizes[-1]), step, maximum, "fit_pairs")
-    return np.array(best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)[-1].sizes)
 
 
 @dataclass

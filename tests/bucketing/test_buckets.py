@@ -8,7 +8,7 @@ import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,11 @@ COSTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def padded(ladder: Iterable[int], seen: dict[int, Any], cost: Callable[[int], float]) -> float:
+def padded(ladder: Iterable[int], seen: Mapping[int, float], cost: Callable[[int], float]) -> float:
     return sum(times * cost(min(b for b in ladder if b >= size)) for size, times in seen.items())
 
 
-def reference(seen: dict[int, Any], count: int, cost: Callable[[Any], Any]) -> float:
+def reference(seen: Mapping[int, float], count: int, cost: Callable[[Any], Any]) -> float:
     """The plain O(n^2 K) dynamic program over the sizes observed, at most n buckets."""
     sizes, weights = (np.array(column) for column in zip(*sorted(seen.items()), strict=True))
     below = np.append(0.0, weights.cumsum())

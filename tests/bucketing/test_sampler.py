@@ -226,12 +226,10 @@ def test_a_ladder_for_a_budget_is_the_one_whose_epoch_costs_least(
 
 
 def test_a_budget_that_does_not_go_with_other_arguments_is_refused() -> None:
-    others: list[dict[str, Any]] = [
-        {"batch_size": 2}, {"count": None, "compile_cost": 1}, {"max_padding": 0.5},
-    ]  # fmt: skip
+    others = [{"batch_size": 2}, {"count": None, "compile_cost": 1}, {"max_padding": 0.5}]
     for other in others:
         with pytest.raises(ValueError, match="pass it without batch_size, count=None or max_pad"):
-            Buckets.fit([1, 2, 3], tokens=8, **other)
+            Buckets.fit([1, 2, 3], tokens=8, **other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one item of bucket 3 costs 3"):
         Buckets.fit([1, 2, 3], 2, tokens=2)
 

@@ -256,13 +256,14 @@ def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:
     return dim % dimensions
 
 
-def _size(length: int, dim: int, buckets: Buckets | Sequence[int] | int) -> int:
+def _size(length: int, dim: int, buckets: Any) -> int:
     if isinstance(buckets, int) and not isinstance(buckets, bool):
         if buckets < length:
             raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
         return buckets
     if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
-        for size in buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets):
+        ladder: Sequence[int] = buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets)
+        for size in ladder:
             if length <= size:
                 return size
     return as_buckets(buckets, "pad_to_bucket: buckets", " or one size").bucket_for(length)

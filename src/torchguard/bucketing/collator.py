@@ -336,24 +336,21 @@ def _put(batch: Any, key: str, value: Any, what: str) -> None:
 
 
 def _mask_keys(given: Any, axes: dict[str, None]) -> dict[str, str]:
-    if given is None:
-        return {}
+    listed = ", ".join(sorted(axes))
     if isinstance(given, str):
         if len(axes) > 1:
             raise ValueError(
-                f"BucketCollator: mask_key is {given!r}, but dims has axes "
-                f"{', '.join(sorted(axes))}: pass {{axis: key}}"
+                f"BucketCollator: mask_key is {given!r}, but dims has axes {listed}: pass "
+                "{axis: key}"
             )
         return dict.fromkeys(axes, given)
-    if not isinstance(given, Mapping):
+    keys = {} if given is None else given
+    if not isinstance(keys, Mapping):
         raise TypeError(f"BucketCollator: mask_key is {given!r}, expected a key or {{axis: key}}")
-    unknown = sorted(given.keys() - axes)
-    if unknown:
-        raise ValueError(
-            f"BucketCollator: mask_key names axis {unknown[0]!r}, but dims has "
-            f"{', '.join(sorted(axes))}"
-        )
-    return dict(given)
+    for axis in keys:
+        if axis not in axes:
+            raise ValueError(f"BucketCollator: mask_key names axis {axis!r}, but dims has {listed}")
+    return dict(keys)
 
 
 def _batch_sizes(

@@ -299,7 +299,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
-        (lambda: pad_to_bucket(x, 1, {8}), TypeError, "buckets is {8}, expected Buckets"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),
         (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),

@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -253,3 +255,17 @@ def test_bad_arguments_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         Buckets.fit([10, 20], **arguments)  # type: ignore[arg-type]
+
+
+def test_needs_no_torch() -> None:
+    """The module itself: importing it as part of the package imports the package's torch."""
+    program = (
+        "import sys, types, importlib.util, pathlib;"
+        "root = pathlib.Path(importlib.util.find_spec('torchguard').origin).parent;"
+        "package = types.ModuleType('torchguard'); package.__path__ = [str(root)];"
+        "sys.modules['torchguard'] = package;"
+        "from torchguard.bucketing.buckets import Buckets;"
+        "assert Buckets.fit([1, 2, 9], 2).sizes == (2, 9);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

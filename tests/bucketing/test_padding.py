@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -368,6 +369,22 @@ def test_length_masks() -> None:
         assert left.int().tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [1] * 4]
     small = length_mask(torch.tensor([10], dtype=torch.uint8), 300, side="left")
     assert small.sum() == 10  # 300 - 10 does not fit uint8
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_attention_over_a_padded_batch_is_that_over_each_sequence(causal: bool, side: Any) -> None:
+    lengths, size = [0, 3, 8], 8
+    q, k, v = torch.randn(3, 3, 2, size, 16, dtype=torch.float64, requires_grad=True).unbind()
+    itself = torch.eye(size, dtype=torch.bool)
+    keys = length_mask(lengths, size, side=side)[:, None, None, :]
+    mask = (keys & torch.ones_like(itself).tril() if causal else keys) | itself  # as in the docs
+    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert result.isfinite().all()
+    for row, length in enumerate(lengths):
+        a, b, c = (unpad(each[row], 1, length, side) for each in (q, k, v))
+        alone = F.scaled_dot_product_attention(a, b, c, is_causal=causal)
+        torch.testing.assert_close(unpad(result[row], 1, length, side), alone)
 
 
 @pytest.mark.parametrize(

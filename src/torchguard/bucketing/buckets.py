@@ -2,6 +2,7 @@
 
 A model that sees a new length with every batch makes ``torch.compile`` go dynamic or
 recompile until it gives up. Padded to the next size of a ladder, it sees only those.
+Needs numpy only.
 """
 
 from __future__ import annotations

@@ -162,14 +162,17 @@ def fit_pairs(
 
 def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
     """Count pairs: (P, 2) sizes and (P,) weights."""
+    if isinstance(pairs, (str, bytes)) or not isinstance(pairs, Iterable):
+        raise TypeError(
+            f"{operation}: pairs is of type {type(pairs).__name__}, expected (a, b) pairs"
+        )
     if hasattr(pairs, "tolist"):  # an array or a tensor
         pairs = pairs.tolist()
     try:
         counts = dict(pairs if isinstance(pairs, Mapping) else Counter(map(tuple, pairs)))
         shapes = [(a, b) for a, b in counts]
     except (TypeError, ValueError):
-        found = f"pairs is of type {type(pairs).__name__}"
-        raise TypeError(f"{operation}: {found}, expected (a, b) pairs of integers") from None
+        raise TypeError(f"{operation}: expected (a, b) pairs of integers") from None
     if not shapes:
         raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)")
     for pair, weight in counts.items():

@@ -257,6 +257,18 @@ def test_bad_arguments_are_named(
         Buckets.fit([10, 20], **arguments)  # type: ignore[arg-type]
 
 
+def test_a_size_is_looked_for_in_a_ladder_while_compiled_too() -> None:
+    buckets = Buckets([4, 8])
+    assert 8 in buckets
+    assert 5 not in buckets
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.shape[0] in buckets else x
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
+    assert [float(compiled(torch.zeros(size))[0]) for size in (8, 5)] == [1, 0]
+
+
 def test_needs_no_torch() -> None:
     """The module itself: importing it as part of the package imports the package's torch."""
     program = (

@@ -321,6 +321,9 @@ class Buckets:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __contains__(self, size: object) -> bool:
+        return size in self.sizes  # not by __iter__, which Dynamo of 2.6 can't follow
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)})"
 

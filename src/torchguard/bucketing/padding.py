@@ -261,7 +261,8 @@ def _size(length: int, dim: int, buckets: Any) -> int:
         if buckets < length:
             raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
         return buckets
-    if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
+    if is_dynamo_compiling() and isinstance(buckets, (Buckets, list, tuple, range)):
+        # bisect and numpy are C code, which Dynamo can't follow.
         ladder: Sequence[int] = buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets)
         for size in ladder:
             if length <= size:

@@ -266,7 +266,8 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for number in range(len(shapes) - self.fixed):
+            # From the last, which is the largest: the room it leaves is the most.
+            for number in reversed(range(len(shapes) - self.fixed)):
                 rest = np.delete(each, number, axis=0).min(axis=0, initial=np.inf)
                 for axis in (0, 1):
                     place, total = self._best_place(shapes[number], axis, rest)

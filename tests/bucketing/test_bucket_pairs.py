@@ -41,6 +41,17 @@ def test_pairs_that_vary_in_one_size_get_its_ladder(sizes: list[int], count: int
     assert Buckets.fit_pairs(pairs, count).waste(pairs) == pytest.approx(one)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "count", "shapes"),
+    [([(1, 1)] * 4 + [(2, 2), (2, 3), (5, 2)], 2, [(2, 3), (5, 2)]),
+     ([(5, 4), (3, 3), (3, 5), (3, 2), (5, 4)], 2, [(3, 5), (5, 4)])],
+)  # fmt: skip
+def test_pairs_where_the_first_shapes_may_not_be_shrunk_first(
+    pairs: list[tuple[int, int]], count: int, shapes: list[tuple[int, int]]
+) -> None:
+    assert Buckets.fit_pairs(pairs, count) == PairBuckets(shapes)
+
+
 def test_pairs_look_up_the_cheapest_that_fits_not_the_first() -> None:
     shapes = PairBuckets([(10, 100), (50, 10), (100, 100)])
     assert shapes.bucket_for(9, 9) == (50, 10)

@@ -84,6 +84,7 @@ def test_the_ladder_is_the_best_of_all(
         return
     found = Buckets.fit(seen, count, **options)
     assert len(found) <= (count or len(found))
+    assert not count or found.sizes[-1] == top
     assert allowed(found, seen, share)
     assert total(found) == min(possible[number] for number in possible if number <= (count or 9))
 

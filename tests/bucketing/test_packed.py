@@ -132,10 +132,7 @@ def test_positions_of_the_padding_stay_in_the_table() -> None:
     """55 tokens of padding after positions up to 8, in a table of 9."""
     model = Attention()
     arguments = batch([9])
-    wrapped = bucketed(
-        model,
-        **packed(["ids", "position_ids"], tokens=[64], sequences=[1], positions="position_ids"),
-    )
+    wrapped = bucketed(model, **packed(["ids", "position_ids"], tokens=[64], sequences=[1]))
     torch.testing.assert_close(wrapped(*arguments), one_by_one(model, arguments))
     seen: list[torch.Tensor] = []
 
@@ -153,11 +150,8 @@ def test_positions_of_the_padding_stay_in_the_table() -> None:
 def test_pairs_of_tokens_and_sequences_are_as_many_graphs() -> None:
     model = Attention()
     pairs = Buckets.fit_pairs([(16, 3), (20, 7), (60, 2)], 3)
-    wrapped = bucketed(
-        model,
-        **packed(["ids", "position_ids"], tokens=pairs),
-        compile={"backend": "eager"},
-    )
+    options = packed(["ids", "position_ids"], tokens=pairs)
+    wrapped = bucketed(model, **options, compile={"backend": "eager"})
     with torch.no_grad():
         wrapped.warmup(*batch([4, 4, 4]))
         assert wrapped.stats().graphs == 3
@@ -214,12 +208,8 @@ def test_a_decoder_that_finds_sequences_by_their_positions() -> None:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).train()
-    wrapped = bucketed(
-        model,
-        **packed(
-            {"input_ids": 1, "position_ids": 1, "labels": 1}, tokens=[32, 64], fill={"labels": -100}
-        ),
-    )
+    inputs = dict.fromkeys(("input_ids", "position_ids", "labels"), 1)
+    wrapped = bucketed(model, **packed(inputs, tokens=[32, 64], fill={"labels": -100}))
     for lengths in ([5, 9, 7], [12, 20, 9]):
         ids, _, positions = (each[None] for each in batch(lengths))
         labels = ids.masked_fill(positions == 0, -100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.padding import Padded, length_mask, pad_to_bucket, unpad
 
 BUCKETS = Buckets([4, 8, 16])
+SIDES: list[Any] = ["left", "right"]
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32,
@@ -51,20 +53,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("dim", [0, 1, -1, -3])
 @pytest.mark.usefixtures("way")
-def test_every_dtype_dimension_and_side(dtype: torch.dtype, side: Any, dim: int) -> None:
+def test_every_dtype_dimension_and_side(dtype: torch.dtype) -> None:
     x = numbers(3, 5, 6, dtype=dtype)
     one = torch.ones((), dtype=torch.float32).to(dtype)
-    padded, length = pad_to_bucket(x, dim, BUCKETS, value=1, side=side)
-    assert length == x.shape[dim]
-    assert padded.shape[dim] == BUCKETS.bucket_for(length)
-    missing = padded.shape[dim] - length
-    assert same(unpad(padded, dim, length, side), x)
-    start = 0 if side == "left" else length
-    filled = padded.narrow(dim, start, missing).contiguous()
-    assert same(filled, one.expand(filled.shape))
+    for dim, side in itertools.product((0, 1, -1, -3), SIDES):
+        padded, length = pad_to_bucket(x, dim, BUCKETS, value=1, side=side)
+        assert length == x.shape[dim]
+        assert padded.shape[dim] == BUCKETS.bucket_for(length)
+        assert same(unpad(padded, dim, length, side), x)
+        start = 0 if side == "left" else length
+        filled = padded.narrow(dim, start, padded.shape[dim] - length).contiguous()
+        assert same(filled, one.expand(filled.shape))
 
 
 def test_an_exact_fit_is_the_tensor_itself_and_unpad_a_view() -> None:
@@ -226,15 +226,14 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("with_out", [False, True])
-def test_one_operator(way: str, value: Any, side: Any, with_out: bool) -> None:
-    x, out = torch.randn(2, 5), torch.empty(2, 8) if with_out else None
-    pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes what is kept, once
-    with Operators() as operators:
-        pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)
-    by_pad = way == "constant_pad_nd" and not isinstance(value, str) and not with_out
-    assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
+def test_one_operator(way: str, value: Any) -> None:
+    x = torch.randn(2, 5)
+    for out, side in itertools.product((None, torch.empty(2, 8)), SIDES):
+        pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes what is kept, once
+        with Operators() as operators:
+            pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)
+        by_pad = way == "constant_pad_nd" and not isinstance(value, str) and out is None
+        assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
 
 
 @pytest.mark.cuda
@@ -301,9 +300,8 @@ def test_bad_arguments_are_named() -> None:
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
-        (lambda: pad_to_bucket(x, 1, {8}), TypeError, "buckets is of type set"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),
-        (lambda: pad_to_bucket(x, 1, [4]), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[call-overload]
         (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),
         (lambda: unpad(x, 1, 6), ValueError, "length is 6, but x of shape"),

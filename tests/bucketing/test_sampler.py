@@ -226,12 +226,10 @@ def test_a_ladder_for_a_budget_is_the_one_whose_epoch_costs_least(
 
 
 def test_a_budget_that_does_not_go_with_other_arguments_is_refused() -> None:
-    others: list[dict[str, Any]] = [
-        {"batch_size": 2}, {"count": None, "compile_cost": 1}, {"max_padding": 0.5},
-    ]  # fmt: skip
+    others = [{"batch_size": 2}, {"count": None, "compile_cost": 1}, {"max_padding": 0.5}]
     for other in others:
         with pytest.raises(ValueError, match="pass it without batch_size, count=None or max_pad"):
-            Buckets.fit([1, 2, 3], tokens=8, **other)
+            Buckets.fit([1, 2, 3], tokens=8, **other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one item of bucket 3 costs 3"):
         Buckets.fit([1, 2, 3], 2, tokens=2)
 
@@ -265,39 +263,25 @@ def test_epochs_differ_and_so_do_seeds() -> None:
     assert len({json.dumps(epoch) for epoch in drawn}) == 6
 
 
-def loader_of(lengths: list[int], sampler: BucketBatchSampler, workers: int) -> DataLoader[Any]:
+def items_of(lengths: list[int], sampler: BucketBatchSampler) -> Iterator[list[int]]:
+    """Yield the items of each batch of a loader with workers."""
     rows: Any = [{"ids": [index] * length} for index, length in enumerate(lengths)]
     collate = BucketCollator(
         LADDER, {"ids": {1: "t"}}, fill={"ids": -1}, batch_sizes=sampler.batch_sizes
     )
-    return DataLoader(rows, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
+    for batch in DataLoader(rows, batch_sampler=sampler, num_workers=2, collate_fn=collate):
+        yield [int(row[0]) for row in batch["ids"] if row[0] >= 0]
 
 
-def items_of(batch: dict[str, torch.Tensor]) -> list[int]:
-    return [int(row[0]) for row in batch["ids"] if row[0] >= 0]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_with_workers_is_resumed_exactly(workers: int) -> None:
+def test_a_loader_with_workers_is_resumed_exactly() -> None:
     """Workers fetch ahead, so the training says how many batches it has taken."""
     lengths = np.random.default_rng(3).integers(1, 21, 150).tolist()
-
-    def make() -> BucketBatchSampler:
-        return BucketBatchSampler(lengths, LADDER, tokens=40)
-
-    whole = [items_of(batch) for batch in loader_of(lengths, make(), workers)]
-    sampler = make()
-    taken = []
-    for step, batch in enumerate(loader_of(lengths, sampler, workers), start=1):
-        taken.append(items_of(batch))
-        if step == 7:
-            state = sampler.state_dict(step)
-            break
-    resumed = make()
-    resumed.load_state_dict(state)
-    rest = [items_of(batch) for batch in loader_of(lengths, resumed, workers)]
-    assert taken + rest == whole
-    assert sorted(index for batch in taken + rest for index in batch) == list(range(150))
+    sampler, resumed, other = (BucketBatchSampler(lengths, LADDER, tokens=40) for _ in range(3))
+    taken = list(islice(items_of(lengths, sampler), 7))
+    resumed.load_state_dict(sampler.state_dict(7))
+    taken += items_of(lengths, resumed)
+    assert taken == list(items_of(lengths, other))
+    assert sorted(index for batch in taken for index in batch) == list(range(150))
 
 
 # What is refused.
@@ -314,7 +298,6 @@ def test_a_loader_with_workers_is_resumed_exactly(workers: int) -> None:
          "one item of bucket 20 costs 20: pass tokens=20"),
         (([5], LADDER), {"tokens": 16, "cost": "cubic"}, ValueError, "cost is 'cubic'"),
         (([], LADDER), {"tokens": 64}, ValueError, r"lengths has shape \(0,\)"),
-        (([[5]], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is \[5\]"),
         ((np.ones((2, 2), int), LADDER), {"tokens": 64}, ValueError, r"shape \(2, 2\)"),
         (([5, -1], LADDER), {"tokens": 64}, ValueError, "a length is -1"),
         (([5.0], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is 5.0"),
@@ -334,17 +317,6 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         BucketBatchSampler(*arguments, **options)
-
-
-def test_lengths_may_be_a_list_an_array_or_a_tensor() -> None:
-    given: list[Any] = [
-        [3, 7, 20],
-        np.array([3, 7, 20]),
-        torch.tensor([3, 7, 20]),
-        iter([3, 7, 20]),
-    ]
-    drawn = [list(BucketBatchSampler(each, LADDER, tokens=64)) for each in given]
-    assert drawn == [drawn[0]] * 4
 
 
 def test_a_bucket_without_items_may_be_above_the_budget() -> None:

@@ -219,8 +219,8 @@ class Buckets:
         ladders = [ladders[n] for n in np.flatnonzero(prices <= tokens)] or ladders
         # More sizes leave more batches that are not full, so the most may not be the best.
         epochs = [epoch_of(each.sizes, observed, tokens, cost, "Buckets.fit") for each in ladders]
-        costs = [epoch.cost for epoch in epochs]
-        return cls(ladders[costs.index(min(costs))].sizes)
+        cheapest = int(np.argmin([epoch.cost for epoch in epochs]))
+        return cls(ladders[cheapest].sizes)
 
     fit_pairs = staticmethod(fit_pairs)
 
@@ -283,8 +283,7 @@ class Buckets:
         from torchguard.bucketing.plot import draw  # noqa: PLC0415 - optional
 
         observed = observe(sizes, "Buckets.plot")
-        waste = self._waste(observed, cost, "Buckets.plot")
-        draw(self.sizes, observed, path, cost=cost, waste=waste)
+        draw(self.sizes, observed, path, cost, self._waste(observed, cost, "Buckets.plot"))
 
     def to_json(self) -> str:
         """Return the ladder as a JSON document that names its format and version."""
@@ -323,7 +322,7 @@ class Buckets:
         return len(self.sizes)
 
     def __contains__(self, size: object) -> bool:
-        return size in self.sizes
+        return size in self.sizes  # not by __iter__, which Dynamo of 2.6 can't follow
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)})"
@@ -368,16 +367,15 @@ def buckets_by_axes(
         read = _read(given, what, " or 'auto'" if auto else " or {axis: Buckets}")
         if not isinstance(read, PairBuckets):
             return {(axis,): read for axis in axes}
-        if len(axes) != 2:  # noqa: PLR2004
-            raise ValueError(
-                f"{operation}: buckets are pairs, but dims names {', '.join(map(repr, axes))}: "
-                + (
-                    "pass Buckets, or name the other axis in dims as well"
-                    if len(axes) == 1
-                    else "say which two they are for, {(axis, axis): pairs, axis: buckets}"
-                )
-            )
-        return {axes: read}
+        if len(axes) == 2:  # noqa: PLR2004
+            return {axes: read}
+        hint = (
+            "pass Buckets, or name the other axis in dims as well"
+            if len(axes) == 1
+            else "say which two they are for, {(axis, axis): pairs, axis: buckets}"
+        )
+        named = ", ".join(map(repr, axes))
+        raise ValueError(f"{operation}: buckets are pairs, but dims names {named}: {hint}")
     for key, value in given.items():
         names = key if isinstance(key, tuple) else (key,)
         what = ", ".join(map(repr, names))
@@ -389,14 +387,12 @@ def buckets_by_axes(
         read = _read(value, f"{operation}: buckets of {what}", " or 'auto'" if auto else "")
         wanted = 2 if isinstance(read, PairBuckets) else 1
         if len(names) != wanted and not (read == "auto" and len(names) == 2):  # noqa: PLR2004
-            raise ValueError(
-                f"{operation}: buckets of {what} are for {wanted} axes: "
-                + (
-                    f"pass {{({what}): Buckets.fit_pairs(...)}}, or one Buckets for each"
-                    if wanted == 1
-                    else f"name both, {{({names[0]!r}, other): pairs}}"
-                )
+            hint = (
+                f"pass {{({what}): Buckets.fit_pairs(...)}}, or one Buckets for each"
+                if wanted == 1
+                else f"name both, {{({names[0]!r}, other): pairs}}"
             )
+            raise ValueError(f"{operation}: buckets of {what} are for {wanted} axes: {hint}")
         by_axes[names] = read
     missing = [axis for axis in axes if not any(axis in names for names in by_axes)]
     if missing:

@@ -18,7 +18,6 @@ from torchguard.bucketing.pairs import PairBuckets
 
 Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
-_DimsOfPart: TypeAlias = dict[int, str]
 
 
 @public
@@ -133,13 +132,14 @@ class BucketCollator:
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
-            if self._batch_sizes is not None:
-                lengths[axis] += [0] * (self._rows(sizes) - len(samples))
             mask = length_mask(lengths[axis], sizes[axis], side=self._side)
+            # Rows that pad the batch are not real.
             for part in self._parts(batch, "batch"):
                 for dim, name in part.dims.items():
-                    if dim % part.value.dim() == 0:  # rows that pad the batch are not real
+                    if dim % part.value.dim() == 0:
                         mask = pad_to_bucket(mask, 0, sizes[name], side=self._side).tensor
+            if self._batch_sizes is not None:
+                mask = pad_to_bucket(mask, 0, self._rows(sizes)).tensor
             _put(batch, key, mask, "mask_key")
         return batch
 
@@ -171,9 +171,10 @@ class BucketCollator:
             # A dimension of the batch is one more than that of a sample; 0 is the batch itself.
             count = tensor.dim() + 1
             dims = {
-                dim % count - 1: axis for dim, axis in part.dims.items() if -count <= dim < count
+                dim % count - 1: axis
+                for dim, axis in part.dims.items()
+                if -count <= dim < count and dim % count
             }
-            dims.pop(-1, None)
             if dims:
                 found.append(part._replace(value=tensor, dims=dims))
         return found
@@ -205,7 +206,7 @@ class BucketCollator:
                 except (KeyError, IndexError, TypeError):
                     has = f"keys {list(part)}" if isinstance(part, Mapping) else type(part).__name__
                     raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
-            yield _Part(path, part, dims, self._fills.get(path), where)
+            yield _Part(path, part, dims, self._fills.get(path, 0), where)
 
     def _rows(self, sizes: Mapping[str, int]) -> int:
         """Return how many rows a batch of these buckets gets."""
@@ -256,9 +257,9 @@ class BucketCollator:
 
     def _pad(self, part: _Part, sizes: Mapping[str, int]) -> torch.Tensor:
         tensor: torch.Tensor = part.value
-        fill = 0 if part.fill is None else part.fill
         for dim, axis in part.dims.items():
-            tensor = pad_to_bucket(tensor, dim, sizes[axis], value=fill, side=self._side).tensor
+            padded = pad_to_bucket(tensor, dim, sizes[axis], value=part.fill, side=self._side)
+            tensor = padded.tensor
         return tensor
 
 
@@ -267,7 +268,7 @@ class _Part(NamedTuple):
 
     path: KeyPath
     value: Any
-    dims: _DimsOfPart
+    dims: dict[int, str]
     fill: Any
     label: str
 
@@ -335,24 +336,21 @@ def _put(batch: Any, key: str, value: Any, what: str) -> None:
 
 
 def _mask_keys(given: Any, axes: dict[str, None]) -> dict[str, str]:
-    if given is None:
-        return {}
+    listed = ", ".join(sorted(axes))
     if isinstance(given, str):
         if len(axes) > 1:
             raise ValueError(
-                f"BucketCollator: mask_key is {given!r}, but dims has axes "
-                f"{', '.join(sorted(axes))}: pass {{axis: key}}"
+                f"BucketCollator: mask_key is {given!r}, but dims has axes {listed}: pass "
+                "{axis: key}"
             )
         return dict.fromkeys(axes, given)
-    if not isinstance(given, Mapping):
+    keys = {} if given is None else given
+    if not isinstance(keys, Mapping):
         raise TypeError(f"BucketCollator: mask_key is {given!r}, expected a key or {{axis: key}}")
-    unknown = sorted(given.keys() - axes)
-    if unknown:
-        raise ValueError(
-            f"BucketCollator: mask_key names axis {unknown[0]!r}, but dims has "
-            f"{', '.join(sorted(axes))}"
-        )
-    return dict(given)
+    for axis in keys:
+        if axis not in axes:
+            raise ValueError(f"BucketCollator: mask_key names axis {axis!r}, but dims has {listed}")
+    return dict(keys)
 
 
 def _batch_sizes(
@@ -367,33 +365,32 @@ def _batch_sizes(
             "pairs, which then say how many rows a batch gets"
         )
     axes = ", ".join(sorted(buckets))
-    if not isinstance(given, (int, Mapping)) or isinstance(given, bool):
+    if isinstance(given, int) and not isinstance(given, bool):
+        axis, ladder = next(iter(buckets.items()))
+        given = {axis: dict.fromkeys(ladder, given)}
+    if not isinstance(given, Mapping):
         raise TypeError(
             f"BucketCollator: batch_sizes is {given!r}, expected sampler.batch_sizes, a dict "
             "{size: rows}, or a number of rows"
         )
-    by_size = {} if isinstance(given, int) else given
-    named = any(isinstance(each, Mapping) for each in by_size.values())
-    if by_size and not named and len(buckets) > 1:
-        raise ValueError(
-            f"BucketCollator: dims has axes {axes}: pass batch_sizes={{axis: {{size: rows}}}} for "
-            "the one that the sampler was given the lengths of"
-        )
-    axis, *more = by_size if named else buckets
-    if axis not in buckets or (named and more):
+    if not any(isinstance(each, Mapping) for each in given.values()):
+        if len(buckets) > 1:
+            raise ValueError(
+                f"BucketCollator: dims has axes {axes}: pass batch_sizes={{axis: {{size: rows}}}} "
+                "for the one that the sampler was given the lengths of"
+            )
+        given = dict.fromkeys(buckets, given)
+    if len(given) != 1 or not given.keys() <= buckets.keys():
         raise ValueError(f"BucketCollator: batch_sizes is {given!r}, expected one axis of {axes}")
-    ladder = buckets[axis]
-    sizes: Any = dict.fromkeys(ladder, given) if isinstance(given, int) else given
-    sizes = sizes[axis] if named else sizes
-    missing = [size for size in ladder if size not in sizes]
-    if missing:
-        raise ValueError(
-            f"BucketCollator: batch_sizes has no {missing[0]}, which is a bucket of {axis!r}: "
-            "give collator and sampler the same buckets"
-        )
-    for size in ladder:
-        positive_integer(sizes[size], f"batch_sizes[{size}]", "BucketCollator")
-    return axis, sizes
+    [(axis, rows)] = given.items()
+    for size in buckets[axis]:
+        if size not in rows:
+            raise ValueError(
+                f"BucketCollator: batch_sizes has no {size}, which is a bucket of {axis!r}: "
+                "give collator and sampler the same buckets"
+            )
+        positive_integer(rows[size], f"batch_sizes[{size}]", "BucketCollator")
+    return axis, rows
 
 
 def _is_leaf(dims: Any) -> bool:
@@ -413,7 +410,7 @@ def _leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(inner, (*path, key))
 
 
-def _declared(dims: Dims) -> list[tuple[KeyPath, _DimsOfPart]]:
+def _declared(dims: Dims) -> list[tuple[KeyPath, dict[int, str]]]:
     """Return the path of each tensor that ``dims`` names, and the axes of its dimensions."""
     declared = [(path, each) for path, each in _leaves(dims) if each is not None]
     for path, each in declared:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchguard.bucketing.histogram import Observed, sums
+from torchguard.bucketing.histogram import Observed, grouped
 
 Cost: TypeAlias = Literal["linear", "quadratic"] | Callable[[int], float]
 """What a call at a size costs: the size, its square, or a function of it."""
@@ -114,17 +114,16 @@ def best_ladders(
     There are fewer than ``count`` of them where one more bucket would save nothing.
     """
     # All sizes that the alignment gives the same bucket are one.
-    wanted, where = np.unique(
-        _aligned(np.append(observed.sizes, top), multiple_of, top), return_inverse=True
-    )
-    below = np.cumsum(sums(where, np.append(observed.weights, 0.0)))
+    aligned = _aligned(np.append(observed.sizes, top), multiple_of, top)
+    wanted, weights = grouped(aligned, np.append(observed.weights, 0.0))
+    below = np.cumsum(weights)
     buckets, costs = _cheapest(wanted, cost, multiple_of, top)
     # A weight too small to change the sum leaves two points above each other: no slope.
     seen = np.append(np.diff(below, prepend=0.0)[:-1] > 0, True)
     buckets, costs, below = buckets[seen], costs[seen], np.append(0.0, below[seen])
     count = min(count, len(costs))
     reached = np.append(0.0, costs * below[1:])  # D[k, :]
-    cuts: list[NDArray[np.int32]] = []
+    cuts: list[NDArray[np.int32]] = [np.zeros(len(costs), np.int32)]
     found = [_read(buckets, cuts, float(reached[-1]))]
     while len(found) < count:
         reached, cut = _one_more_bucket(reached, below, costs)
@@ -186,14 +185,10 @@ def _slope(xs: Sequence[float], ys: Sequence[float], left: int, right: int) -> f
 
 def _read(buckets: _Integers, cuts: list[NDArray[np.int32]], cost: float) -> FittedLadder:
     """Walk back from the last size to the first, collecting each run's bucket."""
-    end = len(buckets)
-    sizes = set()
+    end, sizes = len(buckets), set()
     for cut in reversed(cuts):
-        begin = int(cut[end - 1])
-        if begin < end:
-            sizes.add(int(buckets[end - 1]))
-        end = begin
-    sizes.add(int(buckets[end - 1]))
+        sizes.add(int(buckets[end - 1]))
+        end = int(cut[end - 1])
     return FittedLadder(tuple(sorted(sizes)), cost)
 
 
@@ -203,17 +198,9 @@ def _read(buckets: _Integers, cuts: list[NDArray[np.int32]], cost: float) -> Fit
 # positions. The hull knows neither, so here the window of each end is looked through.
 
 
-class _Run(NamedTuple):
-    """A run of sizes, up to position ``end``, that a bucket may serve."""
-
-    bucket: int
-    begin: int
-    """The first position at which it may begin."""
-
-    end: int
-    cost: float
-    penalty: float
-
+_Run: TypeAlias = tuple[int, int, int, float, float]
+"""A run of sizes that a bucket may serve: the bucket, the first position at which the run may
+begin, where it ends, the bucket's cost and its price."""
 
 _Cuts: TypeAlias = dict[int, tuple[int, int]]
 """The beginning of a run and its bucket, by the position of the run's end."""
@@ -238,9 +225,7 @@ def ladder_of_runs(
     The largest is ``top``, or a compiled one from ``reach`` on. With ``max_padding``, which is
     about the sizes in ``bound``, a bucket is the largest of its sizes, also where a cost falls.
     """
-    sizes, weights = observed
-    if sizes[-1] < reach:
-        sizes, weights = np.append(sizes, reach), np.append(weights, 0.0)
+    sizes, weights = grouped(np.append(observed.sizes, reach), np.append(observed.weights, 0.0))
     below = np.append(0.0, np.cumsum(weights))
     wanted = np.unique(_aligned(sizes, multiple_of, top))
     if math.isinf(max_padding):
@@ -250,16 +235,25 @@ def ladder_of_runs(
     # What is compiled already is a bucket at no price, aligned or not.
     free = np.array([size for size in already_compiled if size >= sizes[0]], dtype=np.int64)
     costs = step_cost * np.append(costs, costs_of(free, cost, "Buckets.fit"))
-    _check_alignment(bound, max_padding, multiple_of, top)
+    share = (1 + max_padding) * (1 + 1e-12)  # 1.15 * 20 is 22.999999999999996, not 23
+    aligned = _aligned(bound, multiple_of, top)
+    above = np.flatnonzero(aligned > bound * share)
+    if above.size:
+        size, bucket = int(bound[above[0]]), int(aligned[above[0]])
+        raise ValueError(
+            f"Buckets.fit: max_padding is {max_padding}, but multiple_of={multiple_of} makes "
+            f"{bucket} of {size}, which is {100 * (bucket / size - 1):.0f} % more: pass a smaller "
+            "multiple_of or a larger max_padding"
+        )
     # By position, the largest bucket of the smallest size in bound that a run from there on has.
-    limits = _limits(np.append(bound, math.inf)[np.searchsorted(bound, sizes)], max_padding)
+    limits = np.append(bound, math.inf)[np.searchsorted(bound, sizes)] * share
     buckets = np.append(paid, free)
     begins = np.searchsorted(limits, buckets)
     ends = np.searchsorted(sizes, np.append(wanted, free), side="right")
     penalties = np.repeat([compile_cost, 0.0], [len(paid), len(free)])
     columns = (buckets, begins, ends, costs, penalties)
     order = np.lexsort((buckets, ends))
-    runs = list(map(_Run, *(column[order].tolist() for column in columns)))
+    runs: list[_Run] = list(zip(*(column[order].tolist() for column in columns), strict=True))
     reached = np.append(0.0, np.full(len(sizes), math.inf))
     layers: list[_Cuts] = []
     most = 1 if count is None else count
@@ -287,25 +281,6 @@ def ladder_of_runs(
             position, bucket = cuts[position]
             found.add(bucket)
     return tuple(sorted(found))
-
-
-def _limits(sizes: NDArray[Any], max_padding: float) -> _Floats:
-    """Return the largest bucket of each size; 1.15 * 20 is 22.999999999999996, not 23."""
-    largest: _Floats = sizes * (1 + max_padding) * (1 + 1e-12)
-    return largest
-
-
-def _check_alignment(sizes: _Integers, max_padding: float, multiple_of: int, top: int) -> None:
-    """Raise unless the alignment alone keeps to the bound."""
-    aligned = _aligned(sizes, multiple_of, top)
-    above = np.flatnonzero(aligned > _limits(sizes, max_padding))
-    if above.size:
-        size, bucket = int(sizes[above[0]]), int(aligned[above[0]])
-        raise ValueError(
-            f"Buckets.fit: max_padding is {max_padding}, but multiple_of={multiple_of} makes "
-            f"{bucket} of {size}, which is {100 * (bucket / size - 1):.0f} % more: pass a smaller "
-            "multiple_of or a larger max_padding"
-        )
 
 
 def _one_more_run(runs: list[_Run], reached: _Floats, further: _Floats, below: _Floats) -> _Cuts:

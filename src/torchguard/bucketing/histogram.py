@@ -122,13 +122,14 @@ def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
             )
     weights = np.array([float(weight) for weight in histogram.values()])
     seen, weights = seen[weights > 0], weights[weights > 0]
-    distinct = observe(seen, operation).sizes
-    return Observed(distinct, sums(np.searchsorted(distinct, seen), weights))
+    observe(seen, operation)  # says which size is wrong
+    return grouped(seen, weights)
 
 
-def sums(where: NDArray[np.intp], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add up the weights of each place."""
-    return np.bincount(where.ravel(), weights).astype(np.float64, copy=False)
+def grouped(sizes: NDArray[np.integer[Any]], weights: NDArray[np.float64]) -> Observed:
+    """Add up the weights of equal sizes."""
+    distinct, where = np.unique(sizes, return_inverse=True)
+    return Observed(distinct, np.bincount(where, weights).astype(np.float64, copy=False))
 
 
 def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -> int:
@@ -202,20 +203,15 @@ def with_prior(observed: Observed, maximum: int, mass: float) -> Observed:
     steps = (np.arange(parts) + 0.5) / max(parts, 1)
     inside = edges[:-1, None] * (edges[1:] / edges[:-1])[:, None] ** steps
     shares = (np.concatenate(([0.0], moved[:-1])) + moved) / 2
-    seen = Observed(sizes, weights - moved)
-    gaps = Observed(
-        inside.ravel().round().astype(np.int64), np.repeat(shares / max(parts, 1), parts)
-    )
+    seen = (sizes, weights - moved)
+    gaps = (inside.ravel().round().astype(np.int64), np.repeat(shares / max(parts, 1), parts))
     above = _tail(int(sizes[-1]), maximum, float(moved[-1]))
     # In the maxima of batches the first sizes may stand for a millionth of a batch.
     first = np.searchsorted(weights.cumsum(), min(0.5, observed.total / 2))
     everywhere = _tail(int(sizes[first]), maximum, mass)
-    parts_of_it = (seen, gaps, above, everywhere)
-    joined: NDArray[np.int64] = np.concatenate([each.sizes for each in parts_of_it])
-    joined_weights: NDArray[np.float64] = np.concatenate([each.weights for each in parts_of_it])
-    distinct, where = np.unique(joined, return_inverse=True)
-    totals = sums(where, joined_weights)
-    return Observed(distinct[totals > 0], totals[totals > 0])
+    columns = zip(seen, gaps, above, everywhere, strict=True)
+    sizes, weights = grouped(*map(np.concatenate, columns))
+    return Observed(sizes[weights > 0], weights[weights > 0])
 
 
 def _tail(smallest: int, largest: int, mass: float) -> Observed:

@@ -132,7 +132,7 @@ def pad_to_bucket(
         _check_buffer(x, dim, size, out)
     elif not missing:
         return Padded(x, length)
-    if missing and isinstance(value, (bool, int, float, complex)):
+    if missing and isinstance(value, (int, float, complex)):
         check_number(value, x.dtype)
         if out is None and _one_operator_is_best(x):
             # (0, 0) for each later dimension, then this one's left and right.
@@ -256,21 +256,18 @@ def _dimension(x: torch.Tensor, dim: int, operation: str) -> int:
     return dim % dimensions
 
 
-def _size(length: int, dim: int, buckets: Buckets | Sequence[int] | int) -> int:
-    if isinstance(buckets, (Buckets, list, tuple, range)):
-        if is_dynamo_compiling():  # bisect and numpy are C code, which Dynamo can't follow
-            for size in buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets):
-                if length <= size:
-                    return size
-        return as_buckets(buckets, "pad_to_bucket: buckets").bucket_for(length)
-    if isinstance(buckets, bool) or not isinstance(buckets, int):
-        raise TypeError(
-            f"pad_to_bucket: buckets is of type {type(buckets).__name__}, expected Buckets, a list "
-            "of sizes or one size"
-        )
-    if buckets < length:
-        raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
-    return buckets
+def _size(length: int, dim: int, buckets: Any) -> int:
+    if isinstance(buckets, int) and not isinstance(buckets, bool):
+        if buckets < length:
+            raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {buckets}")
+        return buckets
+    if is_dynamo_compiling() and isinstance(buckets, (Buckets, list, tuple, range)):
+        # bisect and numpy are C code, which Dynamo can't follow.
+        ladder: Sequence[int] = buckets.sizes if isinstance(buckets, Buckets) else sorted(buckets)
+        for size in ladder:
+            if length <= size:
+                return size
+    return as_buckets(buckets, "pad_to_bucket: buckets", " or one size").bucket_for(length)
 
 
 def _check_buffer(x: torch.Tensor, dim: int, size: int, out: torch.Tensor) -> None:
@@ -317,11 +314,12 @@ def _one_operator_is_best(x: torch.Tensor) -> bool:
     It takes every kind of tensor. On a GPU it is two kernels, a fill of everything and a
     copy, and cat is one; on a CPU cat wins once the tensor is large.
     """
-    if is_dynamo_compiling():
+    # A subclass has its own padding, and may not be joined to an ordinary tensor.
+    if is_dynamo_compiling() or type(x) not in _PLAIN or x.layout is not torch.strided:
         return True
     if x.is_cpu:
-        return (x.nbytes < _CAT_FROM_BYTES and not _is_pinned(x)) or not _is_plain(x)
-    return x.dim() > _CAT_DIMENSIONS or not _is_plain(x)
+        return x.nbytes < _CAT_FROM_BYTES and not _is_pinned(x)
+    return x.dim() > _CAT_DIMENSIONS
 
 
 def _is_pinned(x: torch.Tensor) -> bool:
@@ -333,17 +331,19 @@ def _is_pinned(x: torch.Tensor) -> bool:
         return False
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    """Whether it may be joined to an ordinary tensor; a subclass has its own padding."""
-    return type(x) in _PLAIN and x.layout is torch.strided
-
-
 def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -> torch.Tensor:
     """Return what to join to ``x``: a view wherever there is something to view."""
     shape = (*x.shape[:dim], missing, *x.shape[dim + 1 :])
     if not missing:
         return x.new_empty(shape)
-    if isinstance(value, (bool, int, float, complex)):
+    if callable(value):
+        with torch.no_grad():
+            made = value(x.detach(), missing)
+        if not isinstance(made, (int, float, complex)):
+            return _broadcast(made, x, shape)
+        check_number(made, x.dtype)
+        value = made
+    if isinstance(value, (int, float, complex)):
         return _constant(value, x).expand(shape)
     if value == "repeat-last":
         if not x.shape[dim]:
@@ -362,25 +362,14 @@ def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -
             raise TypeError(f"pad_to_bucket: value='arange' reaches {last}, too much for {x.dtype}")
         numbers = _numbers(start, start + missing, x)
         return numbers.view(-1, *[1] * (x.dim() - 1 - dim)).expand(shape)
-    if callable(value):
-        return _called(value, x, missing, shape)
     raise TypeError(
         f"pad_to_bucket: value is {value!r}, expected a number, 'repeat-last', 'arange' or a "
         "function"
     )
 
 
-def _called(
-    function: Callable[[torch.Tensor, int], Any],
-    x: torch.Tensor,
-    missing: int,
-    shape: tuple[int, ...],
-) -> torch.Tensor:
-    with torch.no_grad():
-        made = function(x.detach(), missing)
-    if isinstance(made, (bool, int, float, complex)):
-        check_number(made, x.dtype)
-        return _constant(made, x).expand(shape)
+def _broadcast(made: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Give what a function returned the padding's shape."""
     returned = "pad_to_bucket: value returned"
     if not isinstance(made, torch.Tensor):
         raise TypeError(

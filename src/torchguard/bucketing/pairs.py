@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from torchguard._public import public
 from torchguard.bucketing.fit import best_ladders
 from torchguard.bucketing.histogram import (
-    Observed,
+    grouped,
     is_amount,
     largest_bucket,
     observe,
     positive_integer,
-    sums,
 )
 
 Pairs: TypeAlias = Iterable[tuple[int, int]] | Mapping[tuple[int, int], float]
@@ -144,19 +143,19 @@ def fit_pairs(
     seen, weights = _observe(pairs, "fit_pairs")
     count = positive_integer(count, "count", "fit_pairs")
     steps = multiple_of if isinstance(multiple_of, tuple) else (multiple_of, multiple_of)
-    axes = [
-        _candidates(
-            seen[:, axis],
-            weights,
-            positive_integer(steps[axis], "multiple_of", "fit_pairs"),
-            None if maximum is None else maximum[axis],
-        )
-        for axis in (0, 1)
-    ]
+    tops = (None, None) if maximum is None else maximum
+    axes: list[_Integers] = []  # the sizes that each axis may have, the largest last
+    for axis in (0, 1):
+        step = positive_integer(steps[axis], "multiple_of", "fit_pairs")
+        observed = grouped(seen[:, axis], weights)
+        top = largest_bucket(int(observed.sizes[-1]), step, tops[axis], "fit_pairs")
+        ladders = best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)
+        axes.append(np.array(ladders[-1].sizes))
     places = np.stack([np.searchsorted(axes[axis], seen[:, axis]) for axis in (0, 1)], axis=1)
     distinct, where = np.unique(places, axis=0, return_inverse=True)
     prices = np.array([[_price(cost, a, b) for b in axes[1].tolist()] for a in axes[0].tolist()])
-    search = _Search(distinct, sums(where, weights), prices, fixed=maximum is not None)
+    seen_weights = np.bincount(where.ravel(), weights).astype(np.float64, copy=False)
+    search = _Search(distinct, seen_weights, prices, fixed=maximum is not None)
     found = search.best(min(count, len(distinct) + search.fixed))
     return PairBuckets([(int(axes[0][a]), int(axes[1][b])) for a, b in found.tolist()], cost)
 
@@ -169,21 +168,19 @@ def _observe(pairs: Any, operation: str) -> tuple[_Integers, _Floats]:
         )
     if hasattr(pairs, "tolist"):  # an array or a tensor
         pairs = pairs.tolist()
-    counts: dict[Any, float] = {}
     try:
         counts = dict(pairs if isinstance(pairs, Mapping) else Counter(map(tuple, pairs)))
-        first, second = zip(*counts, strict=True)
-    except (TypeError, ValueError) as error:
-        if not counts and not isinstance(error, TypeError):
-            raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)") from None
+        shapes = [(a, b) for a, b in counts]
+    except (TypeError, ValueError):
         raise TypeError(f"{operation}: expected (a, b) pairs of integers") from None
+    if not shapes:
+        raise ValueError(f"{operation}: pairs is empty, expected at least one (a, b)")
     for pair, weight in counts.items():
         if not is_amount(weight) or not weight:
             raise ValueError(f"{operation}: {pair} was seen {weight!r} times, expected more than 0")
-    for column in (first, second):
+    for column in zip(*shapes, strict=True):
         observe(column, operation)  # says which size is wrong
-    sizes = np.array([first, second], dtype=np.int64).T
-    return sizes, np.array([float(weight) for weight in counts.values()])
+    return np.array(shapes, np.int64), np.array([float(weight) for weight in counts.values()])
 
 
 def _price(cost: PairCost, a: int, b: int) -> float:
@@ -193,14 +190,6 @@ def _price(cost: PairCost, a: int, b: int) -> float:
             f"fit_pairs: cost({a}, {b}) is {price}, expected a positive, finite number"
         )
     return price
-
-
-def _candidates(sizes: _Integers, weights: _Floats, step: int, maximum: int | None) -> _Integers:
-    """Return the sizes one axis may have, the largest last."""
-    distinct, where = np.unique(sizes, return_inverse=True)
-    top = largest_bucket(int(distinct[-1]), step, maximum, "fit_pairs")
-    observed = Observed(distinct, sums(where, weights))
-    return np.array(best_ladders(observed, _CANDIDATES, multiple_of=step, top=top)[-1].sizes)
 
 
 @dataclass
@@ -249,8 +238,7 @@ class _Search:
     def _ladder(self, axis: int, count: int) -> _Integers:
         """Return the best places on one axis while the other stays at its largest."""
         along = self.prices[:, -1] if axis == 0 else self.prices[-1]
-        present, where = np.unique(self.pairs[:, axis], return_inverse=True)
-        observed = Observed(present + 1, sums(where, self.weights))
+        observed = grouped(self.pairs[:, axis] + 1, self.weights)
         best = best_ladders(observed, count, cost=lambda place: along[place - 1], top=len(along))
         return np.array(best[-1].sizes) - 1
 
@@ -278,7 +266,8 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for number in range(len(shapes) - self.fixed):
+            # From the last, which is the largest: the room it leaves is the most.
+            for number in reversed(range(len(shapes) - self.fixed)):
                 rest = np.delete(each, number, axis=0).min(axis=0, initial=np.inf)
                 for axis in (0, 1):
                     place, total = self._best_place(shapes[number], axis, rest)

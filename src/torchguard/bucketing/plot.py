@@ -22,7 +22,6 @@ def draw(
     buckets: Sequence[int],
     observed: Observed,
     path: str | os.PathLike[str],
-    *,
     cost: Cost,
     waste: float,
 ) -> None:
@@ -83,14 +82,8 @@ def _draw_curve(
     best = best_ladders(observed, _COUNTS, cost=cost, top=int(observed.sizes[-1]))
     values = [100 * (each.cost / useful - 1) for each in best]
     axes.plot(range(1, len(values) + 1), values, color=_BLUE, marker=".", label="optimal")
-    axes.plot(
-        [len(buckets)],
-        [100 * waste],
-        color=_RED,
-        marker="D",
-        linestyle="none",
-        label=f"these buckets: {100 * waste:.1f} %",
-    )
+    label = f"these buckets: {100 * waste:.1f} %"
+    axes.plot([len(buckets)], [100 * waste], "D", color=_RED, label=label)
     axes.set_title("waste against the number of buckets")
     axes.set_xlabel("buckets")
     axes.set_ylabel("% of useful cost")

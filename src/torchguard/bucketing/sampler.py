@@ -113,7 +113,6 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.epoch = 0  # of the pass that runs or ran last
         self._begin = 0  # the step at which the next pass begins
         self._given = 0  # steps handed out in this pass
-        self._is_finished = False
 
     def __len__(self) -> int:
         """Return how many batches an epoch has: the same on all ranks, in every epoch."""
@@ -125,15 +124,14 @@ class BucketBatchSampler(Sampler[list[int]]):
         The pass after one that has handed out its last batch is the next epoch.
         """
         self._refuse_another_sharding(sys._getframe(1).f_locals.get("self"))
-        if self._is_finished:
+        # Nobody need have asked for one more: transformers' Trainer takes len(loader) batches.
+        if self._given == self._steps:
             self.set_epoch(self.epoch + 1)
         # Once: the pass after this one begins at its first step.
         begin, self._begin = self._begin, 0
         self._given = begin
         for step in self._drawn(self.epoch)[begin:]:
             self._given += 1
-            # Not after the last one: transformers' Trainer asks for len(loader) batches, no more.
-            self._is_finished = self._given == self._steps
             yield from step.tolist() if self._rank == "all" else [step[self._rank].tolist()]
 
     @property
@@ -151,7 +149,6 @@ class BucketBatchSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self._begin = epoch, 0
         self._given = self._begin
-        self._is_finished = False
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
         """Return where the epoch stands, to go on from there exactly.
@@ -195,7 +192,6 @@ class BucketBatchSampler(Sampler[list[int]]):
             )
         self.epoch, self._begin = (epoch + 1, 0) if is_over else (epoch, steps)
         self._given = self._begin
-        self._is_finished = False
 
     def _identity(self) -> dict[str, int]:
         """Return what decides on the order besides the epoch."""

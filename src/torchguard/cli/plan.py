@@ -16,7 +16,7 @@ from torchguard.cli import interrupted, positive_int, write
 from torchguard.cli.sizes import FORMATS, read_sizes
 from torchguard.errors import SaveError
 
-_COUNTS = 32
+_COUNTS, _ROWS = 32, 8  # of the table
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,17 +58,15 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _print_buckets(options: argparse.Namespace) -> None:
-    name = "standard input" if options.file == "-" else options.file
-    sizes = _read(options, name)
-    observed = observe(sizes, name)
-    single = observed
     if options.batch > 1 and options.tokens is not None:
         raise ValueError(
             "--batch is for batches drawn at random, --tokens for those of BucketBatchSampler: "
             "give one of them"
         )
+    name = "standard input" if options.file == "-" else options.file
+    single = observed = observe(_read(options, name), name)
     if options.batch > 1:
-        observed = observe(batch_maxima(_histogram(observed), options.batch, name), name)
+        observed = observe(batch_maxima(_histogram(single), options.batch, name), name)
     if options.maximum is not None and options.maximum < observed.sizes[-1]:
         raise ValueError(
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
@@ -79,16 +77,15 @@ def _print_buckets(options: argparse.Namespace) -> None:
     buckets = Buckets.fit(_histogram(observed), options.buckets, **aligned, **limits)
     # The table ends at the same largest size, so that its waste can be compared.
     curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
-    # To standard error, if the buckets themselves go to standard output.
-    show = sys.stderr.write if options.json == Path("-") else write
-    summary = f"{single.total:,.0f} lengths from {name}: {_range(single)}\n"
-    show(summary + _report(options, observed, buckets, [each.cost for each in curve]))
-    if options.json is not None:
-        document = buckets.to_json() + "\n"
-        if options.json == Path("-"):
-            write(document)
-        else:
-            write_text(options.json, document)
+    prints_buckets = options.json == Path("-")
+    lines = [f"{single.total:,.0f} lengths from {name}: {_range(single)}"]
+    lines += _report(options, observed, buckets, [each.cost for each in curve])
+    lines += [*_usage(options, buckets), ""]
+    (sys.stderr.write if prints_buckets else write)("\n".join(lines))
+    if prints_buckets:
+        write(buckets.to_json() + "\n")
+    elif options.json is not None:
+        write_text(options.json, buckets.to_json() + "\n")
     if options.plot is not None:
         buckets.plot(_histogram(observed), options.plot, cost=options.cost)
 
@@ -112,90 +109,64 @@ def _histogram(observed: Observed) -> dict[int, float]:
 
 def _report(
     options: argparse.Namespace, observed: Observed, buckets: Buckets, costs: list[float]
-) -> str:
-    seen = _histogram(observed)
+) -> list[str]:
+    """Return what the buckets waste, and what the best of 1, 2, ... and other rules would."""
+    seen, top = _histogram(observed), buckets.sizes[-1]
     useful = total_cost(observed, options.cost, "plan")
+    waste = buckets.waste(seen, options.cost)
     lines = []
     if options.batch > 1:
+        batches = f"random batches of {options.batch}"
+        lines.append(f"planned for the longest of {batches}: {_range(observed)}")
+    lines += ["", f"{len(buckets)} buckets: {' '.join(map(str, buckets))}"]
+    lines.append(f"waste: {_percent(waste)} ({options.cost} cost)")
+    best = costs[min(len(buckets), len(costs)) - 1] / useful - 1
+    if _percent(max(waste, best)) != _percent(best):  # less, of more buckets than the table has
         lines.append(
-            f"planned for the longest of random batches of {options.batch}: {_range(observed)}"
+            f"({_percent(waste - best)} above the table, which knows no length above "
+            f"{observed.sizes[-1]:,}; with --maximum {top}, 4 more are assumed between)"
         )
-    waste = buckets.waste(seen, options.cost)
-    lines += [
-        "",
-        f"{len(buckets)} buckets: {' '.join(map(str, buckets))}",
-        f"waste: {_percent(waste)} ({options.cost} cost)",
-        *_why_more(waste, costs[min(len(buckets), len(costs)) - 1] / useful - 1, observed, buckets),
-        *_batches(options, observed, buckets, useful),
-        "",
-        "waste of the best ladder, by number of buckets",
-        *_columns([_percent(cost / useful - 1) for cost in costs]),
-        "",
-        "waste of other rules",
-    ]
-    top = buckets.sizes[-1]
+    if options.tokens is not None:
+        epoch = epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
+        used = zip(epoch.rows, buckets, epoch.counts, strict=True)
+        shapes = ", ".join(f"{rows} x {size}" for rows, size, count in used if count)
+        wasted = _percent(epoch.cost / useful - 1)
+        lines += [
+            f"batches of {options.tokens:,} tokens: {shapes}",
+            f"{sum(epoch.counts):,} batches an epoch, waste with those that are not full: {wasted}",
+        ]
+    lines += ["", "waste of the best ladder, by number of buckets"]
+    cells = [f"{n:>4} {_percent(each / useful - 1):>9}" for n, each in enumerate(costs, start=1)]
+    lines += ["".join(cells[row::_ROWS]) for row in range(min(_ROWS, len(cells)))]
+    lines += ["", "waste of other rules"]
     rules = {
         "powers of two": Buckets.powers_of_two(int(observed.sizes[0]), top),
         "multiples of 64": Buckets.multiples_of(64, top),
     }
     for rule, ladder in rules.items():
-        used = {ladder.bucket_for(size) for size in seen}
+        in_use = len({ladder.bucket_for(size) for size in seen})
         waste = ladder.waste(seen, options.cost)
-        lines.append(f"  {rule:<15} {_percent(waste):>7}  ({len(used)} buckets in use)")
-    lines += [
-        "",
-        "to use them, where 't' is the dimension that varies:",
-        f"  {_line(options, buckets)}",
-    ]
+        lines.append(f"  {rule:<15} {_percent(waste):>7}  ({in_use} buckets in use)")
+    return lines
+
+
+def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:
+    """Return the lines of Python that take the buckets."""
+    sizes = list(buckets)
+    taken = f"buckets={sizes}"
+    if options.json is not None and options.json != Path("-"):
+        taken = f"plan={str(options.json)!r}"
+    lines = ["", "to use them, where 't' is the dimension that varies:"]
+    lines.append(f"  bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)")
     if options.tokens is not None:
-        sampled = f"lengths, {list(buckets)}, tokens={options.tokens}"
-        sampled += "" if options.cost == "linear" else f", cost={options.cost!r}"
+        cost = "" if options.cost == "linear" else f", cost={options.cost!r}"
         lines += [
-            f"  sampler = BucketBatchSampler({sampled})",
-            f"  collate = BucketCollator({list(buckets)}, {{'input_ids': {{1: 't'}}}},",
+            f"  sampler = BucketBatchSampler(lengths, {sizes}, tokens={options.tokens}{cost})",
+            f"  collate = BucketCollator({sizes}, {{'input_ids': {{1: 't'}}}},",
             "                           batch_sizes=sampler.batch_sizes)",
             "  DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)",
         ]
-    return "\n".join(lines) + "\n"
-
-
-def _batches(
-    options: argparse.Namespace, observed: Observed, buckets: Buckets, useful: float
-) -> list[str]:
-    """Say how large the batches of a budget are, and what an epoch of them wastes."""
-    if options.tokens is None:
-        return []
-    epoch = epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
-    shapes = [
-        f"{rows} x {size}"
-        for rows, size, count in zip(epoch.rows, buckets, epoch.counts, strict=True)
-        if count
-    ]
-    waste = _percent(epoch.cost / useful - 1)
-    return [
-        f"batches of {options.tokens:,} tokens: {', '.join(shapes)}",
-        f"{sum(epoch.counts):,} batches an epoch, waste with those that are not full: {waste}",
-    ]
-
-
-def _why_more(waste: float, best: float, observed: Observed, buckets: Buckets) -> list[str]:
-    """Say why the buckets are not the best of their number for what was seen."""
-    if _percent(max(waste, best)) == _percent(best):  # less, of more buckets than the table has
-        return []
-    text = (
-        f"({_percent(waste - best)} above the table, which knows no length above "
-        f"{observed.sizes[-1]:,}; with --maximum {buckets.sizes[-1]}, 4 more are assumed between)"
-    )
-    return [text]
-
-
-def _line(options: argparse.Namespace, buckets: Buckets) -> str:
-    """Return the line of Python that takes the buckets."""
-    if options.json is None or options.json == Path("-"):
-        taken = f"buckets={list(buckets)}"
-    else:
-        taken = f"plan={str(options.json)!r}"
-    return f"bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)"
+    return lines
 
 
 def _range(observed: Observed) -> str:
@@ -207,9 +178,3 @@ def _range(observed: Observed) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _columns(values: list[str], rows: int = 8) -> list[str]:
-    """Lay out numbered values in columns of ``rows``."""
-    numbered = [f"{number:>4} {value:>9}" for number, value in enumerate(values, start=1)]
-    return ["".join(numbered[row::rows]) for row in range(min(rows, len(numbered)))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -33,7 +32,8 @@ def read_sizes(
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 text: {error}") from None
     if kind == "txt":
-        return _from_text(text, name)
+        lines = enumerate(text.splitlines(), start=1)
+        return [_integer(word, f"{name}:{n}") for n, line in lines for word in line.split()]
     return _from_csv(text, name, column) if kind == "csv" else _from_json(text, name, column)
 
 
@@ -66,46 +66,25 @@ def _integer(text: Any, where: str) -> int:
         raise ValueError(f"{where}: {text!r} is not an integer") from None
 
 
-def _from_text(text: str, name: str) -> NDArray[np.int64] | list[int]:
-    words = text.split()
-    try:
-        return np.array(words, dtype=np.int64)
-    except (ValueError, OverflowError):
-        pass  # the error below names the line
-    lines = enumerate(text.splitlines(), start=1)
-    return [_integer(word, f"{name}:{number}") for number, line in lines for word in line.split()]
-
-
 def _from_csv(text: str, name: str, column: str | None) -> list[int]:
     lines = csv.reader(io.StringIO(text, newline=""))
-    rows: Iterator[tuple[int, list[str]]] = ((lines.line_num, row) for row in lines if row)
-    first = next(rows, None)
-    if first is None:
+    rows = [(lines.line_num, row) for row in lines if row]
+    if not rows:
         return []
-    header = first[1]
-    place = _column(header, column, name)
-    sizes = [] if _is_header(header, column) else [_integer(header[place], f"{name}:{first[0]}")]
+    header = rows[0][1]
+    if column is None and len(header) > 1:
+        raise ValueError(f"{name}: which column? pass --column with one of {', '.join(header)}")
+    if column is not None and column not in header:
+        raise ValueError(f"{name}: there is no column {column!r}; there are {', '.join(header)}")
+    place = 0 if column is None else header.index(column)
+    if column is not None or not header[0].strip().lstrip("+-").isdigit():
+        rows = rows[1:]  # without the names of the columns
+    sizes = []
     for number, row in rows:
         if place >= len(row):
             raise ValueError(f"{name}:{number}: {len(row)} columns, expected {place + 1} or more")
         sizes.append(_integer(row[place], f"{name}:{number}"))
     return sizes
-
-
-def _is_header(row: list[str], column: str | None) -> bool:
-    if column is not None and column in row:
-        return True
-    return not all(cell.strip().lstrip("+-").isdigit() for cell in row)
-
-
-def _column(header: list[str], column: str | None, name: str) -> int:
-    if column is None:
-        if len(header) == 1:
-            return 0
-        raise ValueError(f"{name}: which column? pass --column with one of {', '.join(header)}")
-    if column in header:
-        return header.index(column)
-    raise ValueError(f"{name}: there is no column {column!r}; there are {', '.join(header)}")
 
 
 def _from_json(text: str, name: str, column: str | None) -> list[int] | dict[int, float]:

@@ -291,3 +291,19 @@ def test_a_batch_of_another_structure_is_named() -> None:
     ]:
         with pytest.raises(error, match=message):
             BucketCollator(BUCKETS, dims)(rows)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("rows", [4, 6])
+def test_the_rows_of_a_mask_are_padded_where_those_of_the_data_are(side: Any, rows: int) -> None:
+    """``dims`` names the batch, and ``batch_sizes`` adds rows to it."""
+    collate = BucketCollator(
+        {"b": Buckets([4]), "t": Buckets([8])},
+        {"x": {0: "b", 1: "t"}},
+        mask_key={"t": "mask"},
+        batch_sizes={"t": {8: rows}},
+        side=side,
+    )
+    batch = collate([{"x": torch.ones(5)}, {"x": torch.ones(3)}])
+    assert batch["mask"].shape == (rows, 8)
+    assert torch.equal(batch["mask"], batch["x"] == 1)

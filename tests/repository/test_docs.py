@@ -267,17 +267,6 @@ def test_public_names() -> None:
     assert [name for name in functions if not re.search(rf"\b{name}\b", page)] == []
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help lists the commands that the README names."""
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = set(re.findall(r"python -m torchguard (\w+)", readme))
-    assert commands == {"doctor", "run"}
-    assert all(command in shown for command in commands)
-
-
 def test_reference() -> None:
     """The reference has every public name, and no other."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")

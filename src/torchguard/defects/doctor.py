@@ -288,9 +288,10 @@ class _Examination:
     def _remaining(self) -> float:
         """Trust the estimate at the beginning, and what was seen the more rows are done."""
         whole, longest = sum(self._seconds.values()), max(self._seconds.values(), default=0.0)
-        left = 1 - sum(self._seconds.get(name, 0.0) for name in self._rows) / (whole or 1.0)
+        done = sum(self._seconds.get(name, 0.0) for name in self._rows) / (whole or 1.0)
         estimate = _START + max(whole / self._workers, longest)
-        return left * (left * estimate + time.monotonic() - self._begun)
+        seen = time.monotonic() - self._begun if done else 0.0
+        return (1 - done) * ((1 - done) * estimate + seen)
 
 
 def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:

@@ -41,17 +41,6 @@ def test_nothing_that_prints_a_text_imports_torch(tmp_path: Path) -> None:
     assert "torch was imported" in run("-m", "torchguard", "run", "x.py").stderr
 
 
-def test_version_of_another_program(tmp_path: Path) -> None:
-    """Another program's --version is its own."""
-    program = tmp_path / "mine.py"
-    program.write_text("import torchguard\nprint('mine 2')\n")
-    for line in ([str(program), "--version"], [str(program), "-m", "torchguard", "--version"]):
-        done = subprocess.run(
-            [sys.executable, *line], capture_output=True, text=True, check=True, cwd=tmp_path
-        )
-        assert done.stdout == "mine 2\n"
-
-
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """--help, and no command at all, lists the commands."""

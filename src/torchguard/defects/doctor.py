@@ -123,7 +123,6 @@ class DoctorReport:
             # JSON has lists where a row has tuples, and objects where it has verdicts.
             values |= {name: tuple(values[name]) for name in ("upstream", "guards")}
             values |= {name: Verdict(**values[name]) for name in ("bare", "guarded")}
-            values.pop("planned", None)  # which earlier reports have
             rows.append(Row(**values))
         return cls(rows=tuple(rows), environment=Environment(**document["environment"]))
 

@@ -1,7 +1,7 @@
-"""The acts of ``python -m torchguard demo``.
+"""The acts of ``python -m torchguard demo``, each in a process of its own.
 
-``python -m torchguard.cli.acts guarded`` prints, as a line of JSON for each act, whether something
-was lost, what there is then, and the losses that are drawn; ``bare`` does so on bare torch.
+``python -m torchguard.cli.acts resize guarded`` prints whether something was lost, what there is
+then, and the losses that are drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ STEPS, FIRST, EVERY = 60, 5, 12
 _Found = tuple[bool, str, list[float]]
 
 
-def _installed(guard: Any, *, guarded: bool) -> contextlib.AbstractContextManager[Any]:
-    return torchguard.install(guard) if guarded else contextlib.nullcontext()
-
-
 def resize(*, guarded: bool) -> _Found:
     """Resize a tensor over numpy's memory, which can't grow."""
+    if guarded:
+        torchguard.install("resize")
     t = torch.from_numpy(np.zeros(4, dtype=np.float32))
-    with contextlib.suppress(RuntimeError), _installed("resize", guarded=guarded):
+    with contextlib.suppress(RuntimeError):
         t.resize_(5, 5)
     lost = t.numel() > 4  # noqa: PLR2004 - as many as it has
     return lost, f"t has shape {tuple(t.shape)}, {4 * t.numel()} bytes in a memory of 16", []
@@ -42,10 +41,11 @@ def resize(*, guarded: bool) -> _Found:
 
 def overlap(*, guarded: bool) -> _Found:
     """Subtract the first column from all, itself among them."""
+    if guarded:
+        torchguard.install("overlap")  # type: ignore[arg-type,unused-ignore]
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     want = (x - x[:, :1]).tolist()
-    with _installed("overlap", guarded=guarded):
-        x -= x[:, :1]
+    x -= x[:, :1]
     return x.tolist() != want, f"x is {x.tolist()}", []
 
 
@@ -107,15 +107,14 @@ def save(*, guarded: bool) -> _Found:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt")
         torch.save({"step": 1}, path)
-        line = [sys.executable, "-m", "torchguard.cli.acts", "guarded" if guarded else "bare"]
-        line.append("killed")
+        line = [sys.executable, "-m", "torchguard.cli.acts", "killed", _WORDS[guarded]]
         subprocess.run(line, check=False, cwd=folder, stderr=subprocess.DEVNULL)  # noqa: S603 - ours
         with contextlib.suppress(Exception):
             return False, f"the file has step {torch.load(path)['step']}", []
         return True, f"the file has {path.stat().st_size} bytes, and no step loads", []
 
 
-def killed(*, guarded: bool) -> None:
+def killed(*, guarded: bool) -> _Found:
     """End this process in the middle of a save."""
 
     class Killed:
@@ -123,19 +122,14 @@ def killed(*, guarded: bool) -> None:
             os._exit(137)  # as SIGKILL does: nothing is cleaned up
 
     (torchguard.save if guarded else torch.save)({"step": 2, "then": Killed()}, "model.pt")
+    return False, "", []
 
 
-def main(*, guarded: bool) -> None:
-    """Run the acts one after the other; one that raises has lost."""
-    warnings.simplefilter("ignore")
-    for act in (resize, overlap, compiled, training, save):
-        try:
-            found = act(guarded=guarded)
-        except Exception as error:  # noqa: BLE001 - the next act is another program
-            found = True, f"{type(error).__name__}: {error}".splitlines()[0], []
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
-
+_WORDS = {False: "bare", True: "guarded"}
+_ACTS: dict[str, Callable[..., _Found]] = {
+    each.__name__: each for each in (resize, overlap, compiled, training, save, killed)
+}
 
 if __name__ == "__main__":
-    (killed if sys.argv[2:] else main)(guarded=sys.argv[1] == "guarded")
+    warnings.simplefilter("ignore")
+    sys.stdout.write(json.dumps(_ACTS[sys.argv[1]](guarded=sys.argv[2] == _WORDS[True])) + "\n")

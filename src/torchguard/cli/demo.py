@@ -16,6 +16,7 @@ from torchguard.cli import DOCUMENTATION, interrupted, write
 
 
 class _Act(NamedTuple):
+    name: str
     title: str
     code: str
     guard: str
@@ -23,19 +24,19 @@ class _Act(NamedTuple):
 
 
 _ACTS = (
-    _Act("a resize that fails",
+    _Act("resize", "a resize that fails",
          "t = torch.from_numpy(np.zeros(4, np.float32)); t.resize_(5, 5)  # raises",
          'torchguard.install("resize")', "guards.md"),
-    _Act("an operation that reads what it writes",
+    _Act("overlap", "an operation that reads what it writes",
          "x = torch.tensor([[1., 2., 3.], [4., 5., 6.]]); x -= x[:, :1]",
          'torchguard.install("overlap")', "guards.md"),
-    _Act("a function that is compiled wrong",
+    _Act("compiled", "a function that is compiled wrong",
          "counts[0] = 1; before = counts.clone(); counts[1] = 2; return before",
          "torchguard.verified()", "verified.md"),
-    _Act("training steps that run out of memory and are run again",
+    _Act("training", "training steps that run out of memory and are run again",
          "for step 5, 17, 29, 41 and 53, in the middle of its gradients",
          "torchguard.transaction(model, optimizer)", "transaction.md"),
-    _Act("a kill in the middle of a save",
+    _Act("save", "a kill in the middle of a save",
          "torch.save(step_2, path)  # over step 1",
          "torchguard.save(step_2, path)", "checkpoints.md"),
 )  # fmt: skip
@@ -46,9 +47,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "demo",
         help="show five failures, on bare torch and guarded",
-        description="Run five programs that fail, on bare torch and, in another process, guarded, "
-        "and show what was lost: within a minute. With matplotlib the losses of the fourth are "
-        "drawn.",
+        description="Run five programs that fail, on bare torch and guarded, each in a process of "
+        "its own, and show what was lost: within a minute. With matplotlib the losses of the "
+        "fourth are drawn.",
         epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",
     )
     parser.add_argument(
@@ -60,19 +61,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     lost = {"bare": 0, "guarded": 0}
     try:
-        with contextlib.ExitStack() as stack:
-            processes = {way: stack.enter_context(_started(way)) for way in lost}
-            for number, act in enumerate(_ACTS, start=1):
-                write(f"{number}. {act.title}\n   {act.code}\n")
+        for number, act in enumerate(_ACTS, start=1):
+            write(f"{number}. {act.title}\n   {act.code}\n")
+            with contextlib.ExitStack() as stack:
+                processes = {way: stack.enter_context(_started(act.name, way)) for way in lost}
                 curves = {}
                 for way, process in processes.items():
-                    failed, text, curves[way] = _next_of(process)
+                    failed, text, curves[way] = _ended(process)
                     lost[way] += failed
                     label = act.guard if way == "guarded" else "bare torch"
                     write(f"   {'LOST' if failed else 'kept'}  {label}: {text}\n")
-                if all(curves.values()):
-                    write(f"   {_drawn(curves, options.picture)}\n")
-                write(f"   read on: {DOCUMENTATION.replace('tree', 'blob')}/{act.page}\n\n")
+            if all(curves.values()):
+                write(f"   {_drawn(curves, options.picture)}\n")
+            write(f"   read on: {DOCUMENTATION.replace('tree', 'blob')}/{act.page}\n\n")
     except KeyboardInterrupt:
         return interrupted("demo")
     write(
@@ -82,21 +83,19 @@ def _main(options: argparse.Namespace) -> int:
     return 1 if lost["guarded"] else 0
 
 
-def _started(way: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "torchguard.cli.acts", way]
-    return subprocess.Popen(  # noqa: S603 - ours
-        line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+def _started(name: str, way: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "torchguard.cli.acts", name, way]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - ours
 
 
-def _next_of(process: subprocess.Popen[str]) -> tuple[bool, str, list[float]]:
-    """Return what the next act has found; if its process died, something was lost."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        return True, f"the process ended with {process.wait()}", []
-    failed, text, losses = json.loads(line)
-    return failed, text, losses
+def _ended(process: subprocess.Popen[str]) -> tuple[bool, str, list[float]]:
+    out, err = process.communicate()
+    if process.returncode == 0:
+        failed, text, losses = json.loads(out.splitlines()[-1])
+        return failed, text, losses
+    last = err.strip().splitlines()[-1:] or [f"the process ended with {process.returncode}"]
+    return True, last[0], []
 
 
 def _drawn(curves: dict[str, list[float]], path: str | None) -> str:

@@ -16,7 +16,7 @@ from support.planted import distribution, only, planted, row
 from support.terminal import Terminal
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
-from torchguard.cli.doctor import lines, shown_on, table
+from torchguard.cli.doctor import lines, shown_on, table, wrapped
 from torchguard.defects.doctor import DoctorProgress, DoctorReport
 
 
@@ -72,13 +72,17 @@ class TestTable:
         assert "WARNING: the distribution torchguard 9.9 is installed" in table(found)
 
     def test_lines(self, report: DoctorReport) -> None:
-        """As plain text each defect is one line."""
+        """As plain text each defect is one line; on a terminal without rich they fit its width."""
         text = lines(report)
         assert len(text.splitlines()) == len(report.rows) + 1 + 2 + 1 + 6
         assert (
             "\nplanted-detected: crash (SIGSEGV), detected; planted: detected; "
             "guard: check_consistent(); look before you read\n"
         ) in text
+        shown = wrapped(text, 60)
+        assert max(map(len, shown.splitlines())) < 60
+        assert shown.split() == text.split()
+        assert "\n\n" in shown
 
 
 @pytest.mark.usefixtures("plugin")

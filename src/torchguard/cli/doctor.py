@@ -70,14 +70,15 @@ def _main(options: argparse.Namespace) -> int:
             report = doctor(options.only, options.family, progress=progress, **limits)
     except KeyboardInterrupt:
         return interrupted("doctor")
+    width = shutil.get_terminal_size((100, 24)).columns
     if options.json:
         write(report.to_json() + "\n")
     elif _draws(sys.stdout):
-        width = shutil.get_terminal_size((100, 24)).columns
         write(table(report, width=width, color=_colors(options)))
+    elif sys.stdout.isatty():
+        write(wrapped(lines(report), width) + "\nfor a table: pip install rich\n")
     else:
-        hint = "\nfor a table: pip install rich\n" if sys.stdout.isatty() else ""
-        write(lines(report) + hint)
+        write(lines(report))
     return report.exit_status
 
 
@@ -175,6 +176,14 @@ def lines(report: DoctorReport) -> str:
         parts = (one_line(row), detail, guard, _note(row), *row.upstream)
         shown.append("; ".join(filter(None, parts)))
     return "\n".join((*shown, "", *_summary(report), "", *_environment(report.environment), ""))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Fit lines to a terminal; what is left of a line is indented."""
+    return "".join(
+        f"{textwrap.fill(line, width - 1, subsequent_indent='    ', break_on_hyphens=False)}\n"
+        for line in text.splitlines()
+    )
 
 
 def one_line(row: Row) -> str:

@@ -13,7 +13,7 @@ from benchmarks.program import Benchmark
 _NAMES = (
     "end_to_end", "host", "kernels", "resize", "out_of_memory", "buckets", "padding", "fit",
     "sampler", "assign", "verified", "transaction", "recompute", "overlap", "checks", "checkpoint",
-    "shards", "failures", "cuda_tests",
+    "shards", "import", "failures", "cuda_tests",
 )  # fmt: skip
 
 BENCHMARKS: dict[str, Benchmark] = {

@@ -217,37 +217,69 @@ def _run_out_of_memory(_gradient: Tensor) -> None:
     torch.empty(2**50)  # 4 PiB: no machine has them
 
 
-def _retry(protect: Callable[[nn.Module], contextlib.AbstractContextManager[Any]]) -> str | None:
-    """Train a step that fails and is tried again; look at a gradient and at BatchNorm's count."""
+_Protect = Callable[[list[nn.Module], list[Parameter], Any], contextlib.AbstractContextManager[Any]]
+
+
+def _in_transaction(
+    modules: list[nn.Module], parameters: list[Parameter], scaler: Any
+) -> contextlib.AbstractContextManager[Any]:
+    from torchguard.transactions.api import transaction  # noqa: PLC0415  used where it guards
+
+    return transaction(modules, SGD(parameters), scaler)
+
+
+def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
+    """Return the gradient of the last bias and BatchNorm's count after a failure and a retry."""
     norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
-    step = protect(nn.Sequential(norm, last))
+    step = protect([norm, last], [*norm.parameters(), *last.parameters()], None)
     for memory_runs_out in (True, False):
         inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
         if memory_runs_out:
             # Called at the end of the backward, when `last` and `norm` have their gradients.
             inputs.register_hook(_run_out_of_memory)
-        with contextlib.suppress(RuntimeError), step:
-            last(norm(inputs)).sum().backward()
-    assert last.bias.grad is not None
-    gradient, batches = last.bias.grad.item(), int(norm.num_batches_tracked or 0)
+        try:
+            with step:
+                last(norm(inputs)).sum().backward()
+        except RuntimeError:
+            continue
+    gradient, count = last.bias.grad, norm.num_batches_tracked
+    return (0.0 if gradient is None else gradient.item()), (0 if count is None else int(count))
+
+
+def _scaler_refuses_the_retry(protect: _Protect) -> bool:
+    weight = Parameter(torch.ones(1))
+    optimizer = _held_by_an_optimizer(weight)
+    scaler = torch.amp.GradScaler("cpu")
+    step = protect([], [weight], scaler)
+    refused = False
+    for _ in range(2):
+        weight.grad = None
+        try:
+            with step:
+                scaler.scale(weight.sum()).backward()
+                scaler.unscale_(optimizer)
+                _run_out_of_memory(weight)  # in step(), so update() is not reached
+        except RuntimeError as error:
+            refused = "unscale_" in str(error)
+    return refused
+
+
+def _retry(protect: _Protect) -> str | None:
+    gradient, batches = _train_with_one_retry(protect)
     seen = []
     if gradient != _BATCH:
         seen.append(f"gradient {gradient:g}, right is {_BATCH}")
     if batches != 1:
         seen.append(f"BatchNorm counted {batches} of 1 batch")
+    if _scaler_refuses_the_retry(protect):
+        seen.append("GradScaler stuck")
     return f"after a retry: {', '.join(seen)}" if seen else None
-
-
-def _retry_in_transaction() -> str | None:
-    from torchguard.transactions.api import transaction  # noqa: PLC0415  used where it guards
-
-    return _retry(lambda model: transaction(model, SGD(model.parameters())))
 
 
 @memory_defect(
     "a step retried after out of memory has doubled gradients and counts its batch twice",
     guards=("transaction",),
-    guarded_probe=_retry_in_transaction,
+    guarded_probe=lambda: _retry(_in_transaction),
     advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
     "and make a new GradScaler from its state_dict().",
 )

@@ -185,6 +185,13 @@ class TestOwn:
         assert sorted(row.id for row in OWN) == built_in_ids()  # read from the files
         assert len(built_in()) == len(OWN) >= 37
 
+    def test_texts(self) -> None:
+        """Each says what goes wrong, where it is discussed, and what to do."""
+        for own in OWN:
+            assert 20 < len(own.summary) <= 90, own.id
+            assert all(url.startswith("https://") for url in own.upstream), own.id
+            assert own.guards or own.advice, own.id
+
 
 def test_the_front_door_imports_no_probe_and_the_catalog_no_compiler() -> None:
     program = """
@@ -215,8 +222,8 @@ class TestPlugins:
             ("d-not-one", "gives str, expected torchguard.defects.Defect"),
             ("e-missing", "fails to load: ModuleNotFoundError: No module named"),
             ("f-exits", "fails to load: SystemExit: bye"),
-            ("g-guards", "TypeError: a defect's guards is 'resize', expected tuple[str, ...]"),
-            ("h-family", "ValueError: a defect's family is 'graphics', expected one of memory, "),
+            ("g-wrong[0]", "guards is 'resize': it has to be a tuple of texts"),
+            ("g-wrong[1]", "probe is 'absent': it has to be a function"),
         ],
     )
     def test_broken(self, report: DoctorReport, name: str, reason: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal, get_args
@@ -80,24 +80,13 @@ class Defect:
     limits: str = ""
     """What the guards leave open, in one short sentence; shown where the defect is live."""
 
-    def __post_init__(self) -> None:
-        """Refuse a value of another type, which would be shown or run as something else."""
-        kinds = {"str": str, "tuple[str, ...]": tuple}
-        for field in fields(self):
-            value, kind = getattr(self, field.name), kinds.get(str(field.type), object)
-            if not isinstance(value, kind):
-                raise TypeError(f"a defect's {field.name} is {value!r}, expected {field.type}")
-        if self.family not in FAMILIES:
-            names = ", ".join(FAMILIES)
-            raise ValueError(f"a defect's family is {self.family!r}, expected one of {names}")
-
 
 @dataclass(frozen=True)
 class BrokenDefect:
     """A row that can't be probed because its file or its plug-in can't be used."""
 
     id: str
-    """The file's or the entry point's name, and the defect's where it repeats an id."""
+    """The file's or the entry point's name, and the item's where it has several."""
 
     reason: str
     """What is wrong with it, in one sentence."""
@@ -114,9 +103,9 @@ def all_defects() -> list[Defect | BrokenDefect]:
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         for item in _plugged_in(point):
             row = item
-            if isinstance(item, Defect) and item.id in owners:
-                reason = f"{_origin(point)} repeats an id that belongs to {owners[item.id]}"
-                row = BrokenDefect(f"{point.name}:{item.id}", reason)
+            if isinstance(row, Defect) and row.id in owners:
+                reason = f"{_origin(point)} repeats an id that belongs to {owners[row.id]}"
+                row = BrokenDefect(f"{point.name}:{row.id}", reason)
             while row.id in owners:  # only a broken one gets here
                 row = replace(row, id=f"{row.id}'")
             owners[row.id] = _origin(point)
@@ -161,20 +150,50 @@ def built_in() -> list[Defect | BrokenDefect]:
     return [*defects, *broken]
 
 
-def _plugged_in(point: EntryPoint) -> Sequence[Defect | BrokenDefect]:
-    """Return what one entry point adds; if anything is wrong with it, that is its one row."""
+def _plugged_in(point: EntryPoint) -> Iterator[Defect | BrokenDefect]:
+    """Yield what one entry point adds; whatever it does wrong becomes a row."""
     try:
         loaded = point.load()
-        items = [loaded] if isinstance(loaded, Defect) else list(loaded)
-        strangers = [type(item).__name__ for item in items if not isinstance(item, Defect)]
+        single = isinstance(loaded, str) or not isinstance(loaded, Iterable)
+        items = [loaded] if single else list(loaded)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - sys.exit() in a plug-in ends the plug-in only
-        return [BrokenDefect(point.name, f"{_origin(point)} fails to load: {error_text(error)}")]
-    if strangers:
-        reason = f"{_origin(point)} gives {strangers[0]}, expected torchguard.defects.Defect"
-        return [BrokenDefect(point.name, reason)]
-    return items
+        yield BrokenDefect(point.name, f"{_origin(point)} fails to load: {error_text(error)}")
+        return
+    for position, item in enumerate(items):
+        fault = _fault(item)
+        if fault is None:
+            yield item
+        else:
+            name = point.name if len(items) == 1 else f"{point.name}[{position}]"
+            yield BrokenDefect(name, f"{_origin(point)} {fault}")
+
+
+def _fault(item: object) -> str | None:
+    """Say why a plug-in's item is no usable defect; dataclasses check no types themselves."""
+    if not isinstance(item, Defect):
+        return f"gives {type(item).__name__}, expected torchguard.defects.Defect"
+    if item.family not in FAMILIES:
+        return f"has a defect of family {item.family!r}: it has to be one of {', '.join(FAMILIES)}"
+    for names, fits, kind in _FIELDS:
+        for name in names:
+            value = getattr(item, name)
+            if not fits(value) or (name == "id" and not value):
+                return f"has a defect whose {name} is {value!r}: it has to be {kind}"
+    return None
+
+
+def _is_tuple_of_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+
+
+_FIELDS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
+    (("id", "summary", "advice", "limits"), lambda value: isinstance(value, str), "a text"),
+    (("guards", "upstream"), _is_tuple_of_texts, "a tuple of texts"),
+    (("probe",), callable, "a function"),
+    (("guarded_probe",), lambda value: value is None or callable(value), "a function"),
+)
 
 
 def _origin(point: EntryPoint) -> str:

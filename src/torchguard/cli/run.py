@@ -44,18 +44,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
+    # A wrong name of a guard is bad usage, also where there is no program to run.
+    guards = _guards(options)
     arguments = [*(options.module or []), *options.program]
     if options.module is None and arguments[:1] == ["--"]:
         del arguments[0]
     if not arguments:
         options.parser.error("expected a script, or -m and a module, to run")
-    names = [] if options.guards is None else options.guards.split(",")
-    guards = cast("tuple[GuardName, ...]", tuple(name.strip() for name in names))
     # Before the program is read: `from torch import add` in it has to find what is installed.
-    try:
-        install_everywhere(guards)
-    except ValueError as error:  # there is no such guard
-        options.parser.error(str(error))
+    install_everywhere(guards)
     program = run_script if options.module is None else run_module
     try:
         program(arguments[0], arguments[1:])
@@ -63,6 +60,20 @@ def _main(options: argparse.Namespace) -> int:
         hide_own_frames()
         raise
     return 0
+
+
+def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
+    if options.guards is None:
+        return ()
+
+    from torchguard.patching.guards import GUARDS  # noqa: PLC0415 - imports torch, in seconds
+
+    guards = tuple(name.strip() for name in options.guards.split(","))
+    unknown = [name for name in guards if name not in GUARDS]
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}")
+    return cast("tuple[GuardName, ...]", guards)
 
 
 # ---- running the program ----

@@ -176,8 +176,9 @@ def doctor(
     chosen = select(all_defects(), only, family)
     with tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as folder:
         Path(folder, "tmp").mkdir()
-        affine = hasattr(os, "sched_getaffinity")  # fewer cores than there are, in a container
-        cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))  # those that this process may use
         workers = jobs or min(cores, _MOST_WORKERS)
         examination = _Examination(chosen, progress or (lambda _: None), workers)
         return examination.run(folder, timeout)

@@ -363,8 +363,11 @@ def _tail(path: Path) -> str:
 
 def _name_of(status: int) -> str:
     """Say in words how a process died."""
-    with contextlib.suppress(ValueError):  # an exit status, or a signal without a name
-        return signal.Signals(-status).name
+    if status < 0:
+        try:
+            return signal.Signals(-status).name
+        except ValueError:
+            return f"signal {-status}"
     if status == 0xC0000005:  # noqa: PLR2004 - Windows' STATUS_ACCESS_VIOLATION
         return "ACCESS_VIOLATION"
     return f"exit status {status}" if status < 256 else f"exit status {status:#x}"  # noqa: PLR2004

@@ -85,18 +85,21 @@ PIECES = (
 # fmt: on
 
 
-def pieces_of(only: str | None) -> list[Piece]:
-    """Choose by letters of parts and names of benchmarks, separated by commas; None: all.
+def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
+    """Choose by letters of parts and names of benchmarks, separated by commas.
 
     Raises:
         ValueError: there is no such part and no such benchmark.
     """
     known = {*PARTS, *(piece.name for piece in PIECES)}
-    wanted = known if only is None else {name.strip() for name in only.split(",")}
-    for unknown in sorted(wanted - known):
+    wanted, unwanted = (
+        {name.strip() for name in (given or "").split(",")} - {""} for given in (only, skip)
+    )
+    for unknown in sorted((wanted | unwanted) - known):
         names = ", ".join(piece.name for piece in PIECES)
         raise ValueError(f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of {names}")
-    return [piece for piece in PIECES if {piece.part, piece.name} & wanted]
+    left = [piece for piece in PIECES if not {piece.part, piece.name} & unwanted]
+    return [piece for piece in left if {piece.part, piece.name} & (wanted or known)]
 
 
 def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
@@ -244,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     help_ = "go on where a call stopped"
     where.add_argument("--continue", type=Path, dest="go_on", metavar="DIR", help=help_)
     parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: b,d or end_to_end")
+    parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
     help_ = "of a copy of the checkout that is no git repository"
     parser.add_argument("--revision", metavar="COMMIT", help=help_)
     help_ = "the same list on a CPU, with tiny sizes"
@@ -264,7 +268,7 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
     if go_on and not there:
         parser.error(f"--continue {out}: there is no {RESULTS} to go on with")
     try:
-        pieces = pieces_of(options.only)
+        pieces = pieces_of(options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
     device = "cpu" if options.rehearse else "cuda"

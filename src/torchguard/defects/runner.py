@@ -405,7 +405,8 @@ def run_task(task: Task, verdict_path: Path, log_path: Path, channel: int | None
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(log_path, flags)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    warnings.simplefilter("ignore")  # nobody reads them, and -W error would end the probe
+    # A probe may look for one, so none is ignored; as an error (-W error) it would end the probe.
+    warnings.simplefilter("default")
     try:
         verdict = _describe() if task == ENVIRONMENT else _probe(find(task.id), task.guarded)
     except BaseException as error:  # noqa: BLE001 - a probe that raises is a row as well

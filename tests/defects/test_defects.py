@@ -127,7 +127,7 @@ import threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
         in_front(tmp_path, monkeypatch, starts_a_thread)
-        spawned = torchguard.doctor(planted("closed", "leaves-a-child"))
+        spawned = torchguard.doctor(planted("closed", "installed", "leaves-a-child"))
         for found in spawned.rows:
             expected = row(report, found.id.removeprefix("planted-"))
             assert found.bare.status == expected.bare.status

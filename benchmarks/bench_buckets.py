@@ -263,14 +263,11 @@ def overhead(count: int, rounds: int) -> dict[str, Any]:
     turns = take_turns(variants, rounds, 50, "cpu")
     took = {name: 1e6 * np.array(seconds) for name, seconds in turns.items()}
     best = {name: float(each.min()) for name, each in took.items()}
-    bare, padding = took["compiled"], took["kernels"]
     return {
         "compiled_us": best["compiled"],
         "padded_us": best["padded"],
         "added_exact_us": best["exact"] - best["compiled"],
         "added_padded_us": best["padded"] - best["compiled"] - best["kernels"],
-        "median_added_exact_us": float(np.median(took["exact"] - bare)),
-        "median_added_padded_us": float(np.median(took["padded"] - bare - padding)),
     }
 
 

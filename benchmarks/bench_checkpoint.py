@@ -25,15 +25,14 @@ SIZES = ((1, "1 MB"), (1024, "1 GB"))
 CONTAINERS = 300_000
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "resnet-50": partial(resnet_sized, 229, 3, 1000),  # its tensors and bytes, spread evenly
-    "1000-parameters": lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(500))),
-}
-
-
-def states() -> Iterator[Comparison]:
+def states(*, quick: bool) -> Iterator[Comparison]:
     """Compare loading; nothing is wrong with the states."""
-    for name, make in MODULES.items():
+    modules: dict[str, Callable[[], nn.Module]] = {
+        # Its tensors and bytes, spread evenly.
+        "resnet-50": partial(resnet_sized, 8 if quick else 229, 3, 1000),
+        "1000-parameters": lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(500))),
+    }
+    for name, make in modules.items():
         module, state = make(), make().state_dict()
         size = sum(value.nbytes for value in state.values())
         names = {"module": module, "state": state, "torchguard": torchguard}
@@ -86,7 +85,7 @@ def run(setting: Setting) -> Results:
     """Measure every row."""
     # Quick to measure, and with a target: more rounds than for the gigabytes.
     more = setting if setting.quick else replace(setting, rounds=4 * setting.rounds)
-    rows = measure(states(), more, block_seconds=0.1)
+    rows = measure(states(quick=setting.quick), more, block_seconds=0.1)
     with tempfile.TemporaryDirectory() as folder:
         rows += measure(containers(setting, folder), setting, block_seconds=0.1)
         rows += measure(files(setting, folder), setting, block_seconds=0.05)

@@ -175,7 +175,7 @@ class Contest:
         self.setting = setting
         mode = "compiled" if compiled else "eager"
         self.names = {"what": workload.what, "phase": workload.phase, "mode": mode}
-        device, backend = setting.device, "aot_eager" if setting.quick else "inductor"
+        device, backend = setting.device, "eager" if setting.quick else "inductor"
         self.variants: list[Variant] = []
         self.graphs: dict[str, int] = {}
         self.peaks: dict[str, int] = {}

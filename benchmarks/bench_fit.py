@@ -128,17 +128,12 @@ def compare(kind: str, lengths: Lengths, splits: int) -> Iterator[dict[str, Any]
             for rule, ladder in ladders(observe(first, kind), top, count, cost).items():
                 waste[rule].append(100 * ladder.waste(second, cost))
         means = {rule: statistics.fmean(values) for rule, values in waste.items()}
-        best = min((rule for rule in RULES if rule != "optimal"), key=means.__getitem__)
-        over = [a - b for a, b in zip(waste["optimal"], waste[best], strict=True)]
         yield {
             "kind": kind,
             "n": len(lengths),
             "cost": cost,
             "count": count,
             "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
-            "best_other": best,
-            "over_best_other": round(statistics.fmean(over), 3),
-            "spread_of_that": round(statistics.stdev(over), 3) if splits > 1 else None,
         }
 
 

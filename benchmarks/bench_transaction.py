@@ -126,7 +126,7 @@ def chosen(how: str, device: str) -> list[faults.Case]:
 
 def counted(setting: Setting) -> Iterator[Case]:
     """Yield each case with each way of cleaning up: how its fault points end is counted."""
-    every = 64 if setting.quick else 1 if setting.device == "cpu" else ON_A_GPU
+    every = 256 if setting.quick else 1 if setting.device == "cpu" else ON_A_GPU
 
     def found(case: faults.Case, name: str) -> dict[str, Any]:
         restores = name in RESTORES

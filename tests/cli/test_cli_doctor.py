@@ -28,12 +28,6 @@ def report(plugin: Path) -> DoctorReport:
     return torchguard.doctor(planted(*names, "open"))
 
 
-def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command with its output in pipes."""
-    line = [sys.executable, "-m", "torchguard", "doctor", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False, **options)
-
-
 class TestTable:
     @pytest.mark.parametrize("width", [80, 140])
     def test_width(self, report: DoctorReport, width: int) -> None:
@@ -97,10 +91,11 @@ class TestCommand:
         """It ends with 0 when every live defect that has a guard is closed; it needs no rich."""
         (tmp_path / "rich.py").write_text("raise SystemExit('rich was imported')")
         path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-        done = command(
-            *only("absent", "segfault", "closed", "installed", "detected"),
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        names = only("absent", "segfault", "closed", "installed", "detected")
+        done = subprocess.run(
+            [sys.executable, "-m", "torchguard", "doctor", *names],
+            capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout + done.stderr
         assert "[5/5] planted-" in done.stderr
@@ -108,23 +103,13 @@ class TestCommand:
         assert "planted-closed" in done.stdout
         assert "planted-detected: crash (SIGSEGV), detected" in done.stderr
 
-    def test_json(self) -> None:
+    def test_json(self, capfd: pytest.CaptureFixture[str]) -> None:
         """--json prints one document and nothing else, whatever a plug-in prints."""
-        done = command("--json", *only("noisy", "open"))
-        found = DoctorReport.from_json(done.stdout)
+        assert main(["doctor", "--json", *only("noisy", "open")]) == 1
+        shown = capfd.readouterr()
+        found = DoctorReport.from_json(shown.out)
         assert [row.id for row in found.rows] == planted("noisy", "open")
-        assert done.returncode == 1
-        assert set(done.stderr.splitlines()) == {"noise"}
-
-    def test_closed_pipe(self) -> None:
-        """It stops quietly where its output is not read to the end."""
-        line = [sys.executable, "-m", "torchguard", "doctor", *only("absent")]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as doctor:
-            assert doctor.stdout is not None
-            doctor.stdout.close()
-            assert doctor.stderr is not None
-            assert b"Error" not in doctor.stderr.read()
-        assert doctor.returncode == 0
+        assert set(shown.err.splitlines()) == {"noise"}
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -151,6 +136,16 @@ class TestCommand:
         shown = capsys.readouterr()
         assert message in shown.err
         assert shown.out == ""
+
+
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
+    """Where its output is not read to the end, as by ``head``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-c", "from torchguard.cli import write; write('a report')"]
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=True)
+    os.close(writing)
+    assert not done.stderr
 
 
 @pytest.mark.parametrize(

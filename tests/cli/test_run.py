@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.child_process import END_RANK
+from support.child_process import END_RANK, run_python
 from torchguard.__main__ import main
 from torchguard.patching.guards import GUARDS
 
@@ -30,12 +30,35 @@ def execute(*arguments: str, folder: Path, **options: Any) -> subprocess.Complet
     return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, **options)
 
 
+# What ``python -m torchguard`` does, in a process that has imported torch. What is raised is shown
+# as the interpreter shows it, without the frames of this program.
+AS_A_COMMAND = """
+import os, runpy, sys
+os.dup2(os.open("input", os.O_RDONLY), 0)
+sys.path[0], sys.argv[0] = os.getcwd(), "-m"
+try:
+    runpy._run_module_as_main("torchguard")
+except SystemExit:
+    raise
+except BaseException as error:
+    frames = error.__traceback__
+    while frames.tb_frame.f_code.co_filename == "<string>":
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+    sys.exit(1)
+"""
+
+
 def both(
-    *arguments: str, folder: Path, **options: Any
+    *arguments: str, folder: Path
 ) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """Run a program under python and under torchguard."""
-    python = execute(*arguments, folder=folder, **options)
-    return python, execute(*RUN, *arguments, folder=folder, **options)
+    """Run a program under python and under torchguard; it can read a text."""
+    (folder / "input").write_text("hear me")
+    with (folder / "input").open() as stdin:
+        python = execute(*arguments, folder=folder, stdin=stdin)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return python, run_python(AS_A_COMMAND, "run", *arguments)
 
 
 def write(path: Path, program: str) -> Path:
@@ -73,18 +96,18 @@ ENDINGS = {
         sys.excepthook = hook
         raise ValueError("for the hook")
     """,
-    "an exit handler and a thread that goes on": """
-        import atexit, pickle, threading, time, warnings
-        class Late: pass
-        atexit.register(lambda: print("late", type(pickle.loads(pickle.dumps(Late()))).__name__))
-        def go_on():
-            time.sleep(0.2)
-            import __main__
-            print("done", __main__.Late.__name__)
-        threading.Thread(target=go_on).start()
-        warnings.warn("old", DeprecationWarning)
-    """,
 }
+LATE = """
+import atexit, pickle, threading, time, warnings
+class Late: pass
+atexit.register(lambda: print("late", type(pickle.loads(pickle.dumps(Late()))).__name__))
+def go_on():
+    time.sleep(0.2)
+    import __main__
+    print("done", __main__.Late.__name__)
+threading.Thread(target=go_on).start()
+warnings.warn("old", DeprecationWarning)
+"""
 
 
 class TestScript:
@@ -102,7 +125,7 @@ class TestScript:
             with zipfile.ZipFile(tmp_path / name, "w") as archive:
                 archive.write(source, "__main__.py")
         arguments = ("--guards", "-m", "-h", "a b", "")
-        python, guarded = both(name, *arguments, folder=tmp_path, input="hear me")
+        python, guarded = both(name, *arguments, folder=tmp_path)
         assert "'--guards', '-m', '-h', 'a b', ''" in python.stdout
         assert "HEAR ME" in python.stdout
         assert guarded.stdout == python.stdout, guarded.stderr
@@ -117,6 +140,13 @@ class TestScript:
         assert guarded.returncode == python.returncode
         assert guarded.stdout == python.stdout
         assert guarded.stderr == python.stderr
+
+    def test_late(self, tmp_path: Path) -> None:
+        """An exit handler and a thread that goes on find their ``__main__``; it warns."""
+        write(tmp_path / "late.py", LATE)
+        python, guarded = (execute(*way, "late.py", folder=tmp_path) for way in ((), RUN))
+        assert guarded.returncode == python.returncode == 0
+        assert (guarded.stdout, guarded.stderr) == (python.stdout, python.stderr)
 
     @posix_only
     @pytest.mark.usefixtures("interruptible")
@@ -153,7 +183,7 @@ class TestModule:
     def test_mirror(self, folder: Path, name: str) -> None:
         """It sees what ``python`` shows it."""
         arguments = ("-m", "--guards", "x")
-        python, guarded = both("-m", name, *arguments, folder=folder, input="hear me")
+        python, guarded = both("-m", name, *arguments, folder=folder)
         assert "'-m', '--guards', 'x'" in python.stdout
         assert guarded.stdout == python.stdout, guarded.stderr
 

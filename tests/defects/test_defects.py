@@ -18,9 +18,8 @@ import torchguard
 from support.child_process import output_of
 from support.planted import STEPS, planted, row
 from support.processes import wait_until_gone
-from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects, runner
-from torchguard.defects.catalog import built_in, built_in_ids, find
+from torchguard.defects.catalog import built_in, built_in_ids
 from torchguard.defects.doctor import DoctorReport
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
@@ -79,11 +78,6 @@ class TestBareRun:
         assert seen["OMP_NUM_THREADS"] == "1"
         assert not Path(seen["TORCHINDUCTOR_CACHE_DIR"]).parent.exists()  # temporary
 
-    def test_process(self, report: DoctorReport) -> None:
-        """Each probe has a process of its own."""
-        names = ("process", "another-process")
-        assert len({os.getpid(), *(int(row(report, name).bare.detail) for name in names)}) == 3
-
 
 @pytest.mark.parametrize(
     ("name", "status", "detail", "failed"),
@@ -133,7 +127,7 @@ import threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 """
         in_front(tmp_path, monkeypatch, starts_a_thread)
-        spawned = torchguard.doctor(planted("segfault", "installed", "leaves-a-child"))
+        spawned = torchguard.doctor(planted("closed", "installed", "leaves-a-child"))
         for found in spawned.rows:
             expected = row(report, found.id.removeprefix("planted-"))
             assert found.bare.status == expected.bare.status
@@ -197,34 +191,6 @@ class TestOwn:
             assert 20 < len(own.summary) <= 90, own.id
             assert all(url.startswith("https://") for url in own.upstream), own.id
             assert own.guards or own.advice, own.id
-
-    def test_out_garbage(self) -> None:
-        """Each guard restores what the row of a failing out= says that it restores."""
-        import torch  # noqa: PLC0415 - of this file this test alone needs it
-
-        from torchguard.defects.probes import failed_writes  # noqa: PLC0415 - imports torch
-
-        found = find("out-garbage")
-        assert guards_as_code(found.guards) == "guarded(data=True)"
-        assert found.guarded_probe is not None
-        assert found.guarded_probe() is None
-        assert 'guarded() and install("out") restore shape and storage' in found.limits
-        for scope in (torchguard.guarded, lambda: torchguard.install("out")):
-            damages = set()
-            for _, dtype, call in failed_writes._OUT_CASES:
-                for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
-                    version = out._version
-                    with scope():
-                        damage = failed_writes._damage_of(out, call)
-                    damages.add(damage)
-                    assert damage is None or out._version > version
-            assert damages == {None, "data overwritten"}
-
-    def test_detected(self) -> None:
-        """A guard is said to detect a defect only where the damage is still done."""
-        finders = ("check_consistent",)
-        assert {row.id for row in OWN if row.only_detects} == {"storage-shrunk"}
-        assert {row.id for row in OWN if row.guards == finders} == {"storage-shrunk"}
 
 
 def test_the_front_door_imports_no_probe_and_the_catalog_no_compiler() -> None:
@@ -305,8 +271,6 @@ def test_json(report: DoctorReport) -> None:
     assert DoctorReport.from_json(report.to_json()) == report
     document = json.loads(report.to_json())
     assert document["exit_status"] == report.exit_status == 1
-    earlier = {**document, "rows": [{**row, "planned": None} for row in document["rows"]]}
-    assert DoctorReport.from_json(json.dumps(earlier)) == report
     with pytest.raises(ValueError, match="format 2, got format 1"):
         DoctorReport.from_json(json.dumps({**document, "format": 1}))
     assert report.environment.torch == torch.__version__

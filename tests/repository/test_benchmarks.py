@@ -25,7 +25,6 @@ from benchmarks.machine import ROOT
 from benchmarks.paired import Variant, ratios, take_turns
 from benchmarks.records import committed, read_record
 from benchmarks.spread import Interval
-from benchmarks.tables import AIM, Table, filled
 
 import torchguard
 from support.child_process import output_of
@@ -153,22 +152,6 @@ def test_a_quick_record_is_refused(tmp_path: Path) -> None:
     path.write_text('{"quick": true}', encoding="utf-8")
     with pytest.raises(ValueError, match="was made with --quick"):
         read_record(path)
-
-
-def test_a_table_shows_what_its_templates_name() -> None:
-    rows = [
-        {"a": "one", "ns": 1234.5, "target": "less", "verdict": "missed", "why": "it is new"},
-        {"a": "one", "ns": 12.3e6, "target": None, "verdict": None, "only": {"x": 2}},
-    ]
-    table = Table({"": "{a}", "time": "{ns:time}", "more": "{only:counted}", "target": AIM})
-    assert table.of({"rows": rows}, "cpu") == (
-        "|  | time | more | target |\n| --- | --- | --- | --- |\n"
-        "| one | 1.2 µs |  | less: missed |\n|  | 12.3 ms | 2 `x` |  |\n\n"
-        "- Where a target is missed: it is new."
-    )
-    assert table.of({"rows": rows}, "cuda") == ""
-    assert "| a | ns |" in Table().of({"rows": [{"a": 1, "ns": 2, "device": "cpu"}]}, "cpu")
-    assert filled("{there:times} {missing}", {"there": 1}) == ""
 
 
 def test_list_names_every_benchmark_and_what_it_answers(

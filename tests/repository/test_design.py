@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchguard
-from support.walk import PACKAGE, Walk, bucketed, verified, walked, walks
+from support.walk import PACKAGE, bucketed, verified, walked, walks
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
 counted = functools.lru_cache(walks)
@@ -88,17 +88,3 @@ def test_the_walk_of_a_call_is_not_longer_than_it_was(name: str) -> None:
     detours = walk.entered.count(FALLBACK)
     assert 0 < len(walk.files) <= files + bool(detours), walk.files
     assert walk.changes <= changes + 2 * (detours + (COMPARED in walk.entered)), walk.entered
-
-
-def test_a_walk_counts_functions_files_and_changes(tmp_path: Path) -> None:
-    """Two files: a generator counts once, a comprehension not at all."""
-    sources = {
-        "one.py": "def one():\n    return [each for each in two()]\n",
-        "two.py": "def two():\n    yield three()\n    yield three()\ndef three():\n    return 3\n",
-    }
-    names: dict[str, Callable[[], object]] = {}
-    for name, source in sources.items():
-        exec(compile(source, str(tmp_path / name), "exec"), names)  # noqa: S102
-    walk = walked(names["one"], tmp_path)
-    assert walk == Walk(["one.py:one", "two.py:two", "two.py:three", "two.py:three"], 3)
-    assert (walk.files, walk.changes) == (["one.py", "two.py"], 1)

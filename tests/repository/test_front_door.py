@@ -89,11 +89,6 @@ def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:
     assert output_of(program, fresh=True) == "['torchguard', 'torchguard._public']\n"
 
 
-def test_a_name_that_is_not_there_raises_attribute_error() -> None:
-    assert not hasattr(torchguard, "__wrapped__")
-    assert not hasattr(torchguard, "resise")
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("bucketd", "bucketed"), ("Bucket", "Buckets"), ("transactions_", "transaction")],
@@ -101,3 +96,4 @@ def test_a_name_that_is_not_there_raises_attribute_error() -> None:
 def test_a_name_that_is_misspelled_is_told_the_right_one(typed: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=rf"; did you mean torchguard\.{meant}\?$"):
         getattr(torchguard, typed)
+    assert not hasattr(torchguard, "__wrapped__")  # far from all names

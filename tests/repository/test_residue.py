@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_a_clean_process_has_no_residue() -> None:
-    assert residue() == []
-
-
 def test_an_installed_guard_is_residue() -> None:
+    assert residue() == []
     with torchguard.install("resize", "out"):
         found = "\n".join(residue())
     assert "torch.Tensor.resize_ is new" in found
@@ -29,23 +26,17 @@ def test_an_installed_guard_is_residue() -> None:
     assert residue() == []
 
 
-def test_a_foreign_attribute_of_tensor_is_residue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "resize_", torch.Tensor.resize_)
-    assert [line.split(" is")[0] for line in residue()] == ["torch.Tensor.resize_"]
-    monkeypatch.undo()
-
-
-def test_a_removed_attribute_is_residue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.linalg, "inv")
-    assert residue() == ["torch.linalg.inv is gone"]
-    monkeypatch.undo()
-
-
-def test_a_mode_left_on_the_stack_is_residue() -> None:
+def test_what_others_set_remove_and_enter_is_residue(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mode(TorchFunctionMode):
         def __torch_function__(self, *_: Any) -> Any:
             raise NotImplementedError
 
+    monkeypatch.setattr(torch.Tensor, "resize_", torch.Tensor.resize_)
+    assert [line.split(" is")[0] for line in residue()] == ["torch.Tensor.resize_"]
+    monkeypatch.undo()
+    monkeypatch.delattr(torch.linalg, "inv")
+    assert residue() == ["torch.linalg.inv is gone"]
+    monkeypatch.undo()
     with Mode():
         found = residue()
     assert found == ["1 modes are left on the torch function stack"]

@@ -54,7 +54,6 @@ def limits(): return f"core files of {resource.getrlimit(resource.RLIMIT_CORE)[0
 def switches():
     return json.dumps({name: os.environ.get(name) for name in
                        ("TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")})
-def process(): return str(os.getpid())
 def installed():
     import torchguard
     return None if "resize" in torchguard.installed() else "the guard is off"
@@ -83,7 +82,6 @@ DEFECTS = [
     planted("not-run", not_run, guards=CHECK), planted("raises", raises, guards=CHECK),
     planted("exits", exits), planted("true", true), planted("limits", limits),
     planted("switches", switches),
-    planted("process", process), planted("another-process", process),
     planted("absent-with-guard", absent, guards=("resize",)),
     planted("installed", installed, guards=("resize",)),
     planted("in-scope", in_scope, guards=("guarded",)),

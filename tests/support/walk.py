@@ -44,12 +44,12 @@ class Walk(NamedTuple):
         return sum(one != other for one, other in itertools.pairwise(files))
 
 
-def walked(call: Callable[[], object], package: Path = PACKAGE) -> Walk:
-    """Make a call and note the functions of a package that it enters."""
+def walked(call: Callable[[], object]) -> Walk:
+    """Make a call and note the functions of torchguard that it enters."""
     entered: list[str] = []
     codes: set[CodeType] = set()
     generators: dict[int, FrameType] = {}  # held, so that no other frame gets the address
-    prefix = f"{package}/"
+    prefix = f"{PACKAGE}/"
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code

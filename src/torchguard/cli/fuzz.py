@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torchguard.cli import interrupted, positive_float, positive_int, write
 
 if TYPE_CHECKING:
-    from torchguard import VerificationReport
     from torchguard.verification.fuzz import Trial
 
 
@@ -65,7 +64,13 @@ def _main(options: argparse.Namespace) -> int:
                 _show(trial, count, options.count)
     except KeyboardInterrupt:
         return interrupted("fuzz")
-    write(_summary(count, wrong, None if options.bare else checked.stats()))
+    report, told = checked.stats(), ", without the check"
+    if not options.bare:
+        told = (
+            f" with the check; {report.mismatched} graphs were compiled wrong and replaced, "
+            f"{report.unverified} could not be checked"
+        )
+    write(f"{count} programs: {wrong} wrong{told}\n")
     return 1 if wrong else 0
 
 
@@ -75,13 +80,3 @@ def _show(trial: Trial, count: int, total: int) -> None:
     if trial.wrong:
         differences = "".join(f"# {line}\n" for line in trial.wrong)
         write(f"# program {trial.program.seed}\n{differences}{trial.program.source}\n")
-
-
-def _summary(count: int, wrong: int, report: VerificationReport | None) -> str:
-    shown = f"{count} programs: {wrong} wrong"
-    if report is None:
-        return f"{shown}, without the check\n"
-    return (
-        f"{shown} with the check; {report.mismatched} graphs were compiled wrong and replaced, "
-        f"{report.unverified} could not be checked\n"
-    )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from torchguard._public import __version__, public
 from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
@@ -119,17 +118,13 @@ class DoctorReport:
         found = document.get("format") if isinstance(document, dict) else None
         if found != FORMAT:
             raise ValueError(f"expected a doctor's report of format {FORMAT}, got format {found!r}")
-        rows = tuple(_row_from_json(values) for values in document["rows"])
-        return cls(rows=rows, environment=Environment(**document["environment"]))
-
-
-def _row_from_json(values: dict[str, Any]) -> Row:
-    # JSON has lists where a row has tuples, and objects where it has verdicts.
-    tuples = {name: tuple(values[name]) for name in ("upstream", "guards")}
-    verdicts = {name: Verdict(**values[name]) for name in ("bare", "guarded")}
-    values = {**values, **tuples, **verdicts}
-    values.pop("planned", None)  # which earlier reports have
-    return Row(**values)
+        rows = []
+        for values in document["rows"]:
+            # JSON has lists where a row has tuples, and objects where it has verdicts.
+            values |= {name: tuple(values[name]) for name in ("upstream", "guards")}
+            values |= {name: Verdict(**values[name]) for name in ("bare", "guarded")}
+            rows.append(Row(**values))
+        return cls(rows=tuple(rows), environment=Environment(**document["environment"]))
 
 
 @dataclass(frozen=True)
@@ -181,9 +176,12 @@ def doctor(
     chosen = select(all_defects(), only, family)
     with tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as folder:
         Path(folder, "tmp").mkdir()
-        workers = jobs or min(_cores(), _MOST_WORKERS)
-        schedule = _schedule(chosen, folder, workers, timeout)
-        return _Examination(chosen, schedule, progress or (lambda _: None)).run()
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))  # those that this process may use
+        workers = jobs or min(cores, _MOST_WORKERS)
+        examination = _Examination(chosen, progress or (lambda _: None), workers)
+        return examination.run(folder, timeout)
 
 
 def select(
@@ -221,61 +219,51 @@ def _unknown(identifier: str, known: list[str]) -> str:
     return f"no defect {identifier!r} in the catalog; {hint}"
 
 
-def _schedule(
-    chosen: list[Defect | BrokenDefect], folder: str, workers: int, timeout: float
-) -> Schedule:
-    defects = [row for row in chosen if isinstance(row, Defect)]
-    # What compiles takes longest, so it starts first.
-    by_length = sorted(defects, key=lambda defect: defect.family == "memory")
-    return Schedule(
-        tasks=(ENVIRONMENT, *(Task(defect.id) for defect in by_length)),
-        guarded=tuple(defect.id for defect in defects if defect.guards),
-        folder=folder,
-        workers=workers,
-        timeout=timeout,
-        compiles=any(defect.family != "memory" for defect in defects),
-    )
-
-
 class _Examination:
     """Follows the processes and completes one row after the other."""
 
     def __init__(
         self,
         chosen: list[Defect | BrokenDefect],
-        schedule: Schedule,
         progress: Callable[[DoctorProgress], None],
+        workers: int,
     ) -> None:
         self._chosen = chosen
-        self._schedule = schedule
         self._progress = progress
         self._defects = {row.id: row for row in chosen if isinstance(row, Defect)}
         self._bare: dict[str, Verdict] = {}
         self._rows: dict[str, Row] = {}
         self._running: dict[str, None] = {}  # in the order in which they started
         self._begun = time.monotonic()
+        self._workers = workers
         self._seconds = {
             name: _QUICK if defect.family == "memory" else _COMPILED
             for name, defect in self._defects.items()
         }
-        together = max(1, min(schedule.workers, len(self._seconds)))
-        longest = max(self._seconds.values(), default=0.0)
-        self._expected = _START + max(sum(self._seconds.values()) / together, longest)
 
-    def run(self) -> DoctorReport:
-        facts = {"torch": "unknown", "gpu": "unknown"}
+    def run(self, folder: str, timeout: float) -> DoctorReport:
+        schedule = Schedule(
+            # What compiles takes longest, so it starts first.
+            (ENVIRONMENT, *map(Task, sorted(self._seconds, key=lambda name: -self._seconds[name]))),
+            guarded=tuple(name for name, defect in self._defects.items() if defect.guards),
+            folder=folder,
+            workers=self._workers,
+            timeout=timeout,
+            compiles=_COMPILED in self._seconds.values(),
+        )
+        described = Verdict("broken")
         for row in self._chosen:
             if isinstance(row, BrokenDefect):
                 bare = Verdict("broken", row.reason)
                 self._report(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
-        with contextlib.closing(run(self._schedule)) as happening:
+        with contextlib.closing(run(schedule)) as happening:
             for event in happening:
                 if event.task != ENVIRONMENT:
                     self._handle(self._defects[event.task.id], event)
                 elif event.verdict is not None:
-                    facts = _facts(event.verdict)
+                    described = event.verdict
         rows = tuple(self._rows[row.id] for row in self._chosen)
-        return DoctorReport(rows, _environment(facts))
+        return DoctorReport(rows, _environment(described))
 
     def _handle(self, defect: Defect, event: Event) -> None:
         verdict, row = event.verdict, None
@@ -299,12 +287,11 @@ class _Examination:
 
     def _remaining(self) -> float:
         """Trust the estimate at the beginning, and what was seen the more rows are done."""
-        whole = sum(self._seconds.values())
-        done = sum(self._seconds.get(name, 0.0) for name in self._rows) / whole if whole else 0.0
-        if not done:
-            return self._expected
-        seen = (time.monotonic() - self._begun) / done
-        return max(0.0, (1 - done) * ((1 - done) * self._expected + done * seen))
+        whole, longest = sum(self._seconds.values()), max(self._seconds.values(), default=0.0)
+        done = sum(self._seconds.get(name, 0.0) for name in self._rows) / (whole or 1.0)
+        estimate = _START + max(whole / self._workers, longest)
+        seen = time.monotonic() - self._begun if done else 0.0
+        return (1 - done) * ((1 - done) * estimate + seen)
 
 
 def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
@@ -317,20 +304,15 @@ def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
     return Row(bare=bare, guarded=guarded, **{name: getattr(defect, name) for name in names})
 
 
-def _facts(verdict: Verdict) -> dict[str, str]:
-    if verdict.status != "absent":
-        return {"torch": f"unknown ({verdict.status}: {verdict.detail})", "gpu": "unknown"}
-    values: dict[str, str] = json.loads(verdict.detail)
-    return values
-
-
-def _environment(facts: dict[str, str]) -> Environment:
-    try:
+def _environment(described: Verdict) -> Environment:
+    facts = {"torch": f"unknown ({described.status}: {described.detail})", "gpu": "unknown"}
+    if described.status == "absent":
+        facts = json.loads(described.detail)
+    foreign = None
+    with contextlib.suppress(PackageNotFoundError):
         # The library's own distribution is torchguard-runtime; this one is another project's,
         # and both own the folder `torchguard`.
         foreign = version("torchguard")
-    except PackageNotFoundError:
-        foreign = None
     return Environment(
         torchguard=__version__,
         torch=facts["torch"],
@@ -339,10 +321,3 @@ def _environment(facts: dict[str, str]) -> Environment:
         gpu=facts["gpu"],
         foreign=foreign,
     )
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

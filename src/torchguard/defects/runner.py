@@ -15,6 +15,7 @@ The doctor's process starts no probe itself: it may have threads, which a fork d
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -230,6 +232,7 @@ def serve() -> None:
     if not schedule.forks:
         return _supervise(schedule, channel, _readable_at_end_of_input())
     _import_what_probes_need(schedule)
+    gc.freeze()  # no probe's process looks through all of torch again
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - names are enough
         # A fork copies one thread, and the locks of all. Without an event, every probe is spawned.
         sys.exit("an import started a thread, so this process can't be forked safely")
@@ -252,6 +255,7 @@ def _readable_at_end_of_input() -> Connection:
 
 def _import_what_probes_need(schedule: Schedule) -> None:
     built_in()
+    importlib.import_module("torchguard.patching.install")
     if not schedule.compiles:
         return
     # Only a head start: a probe that needs one of these itself reports what is wrong with it.
@@ -401,6 +405,8 @@ def run_task(task: Task, verdict_path: Path, log_path: Path, channel: int | None
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(log_path, flags)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    # A probe may look for one, so none is ignored; as an error (-W error) it would end the probe.
+    warnings.simplefilter("default")
     try:
         verdict = _describe() if task == ENVIRONMENT else _probe(find(task.id), task.guarded)
     except BaseException as error:  # noqa: BLE001 - a probe that raises is a row as well

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ def _dcp() -> Any:
         raise NotRunHere("this build of torch has no torch.distributed")
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415  seconds, for these rows alone
 
-    # These are one process without a group, and dcp says so each time.
-    warnings.filterwarnings("ignore", message="torch.distributed is")
     return dcp
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -86,33 +85,11 @@ def auto_dynamic() -> str | None:
 _MANY_LENGTHS = range(2, 18)
 
 
-def _is_other_message(record: logging.LogRecord) -> bool:
-    return "torch._dynamo hit config." not in record.getMessage()
-
-
 def _eager_calls_of_16_lengths(wrap: _Wrap) -> str | None:
-    """Call a wrapped function with 16 lengths and count those that reach the backend."""
-    compiled_calls = 0
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            nonlocal compiled_calls
-            compiled_calls += 1
-            return graph.forward(*inputs)
-
-        return run
-
-    double = wrap(backend)
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(_is_other_message)  # the one line torch says about it is expected here
-    try:
-        for length in _MANY_LENGTHS:
-            double(torch.ones(length))
-    finally:
-        logger.removeFilter(_is_other_message)
-    if compiled_calls == len(_MANY_LENGTHS):
+    """Call a wrapped function with 16 lengths, each a graph of its own, and count the graphs."""
+    eager_calls = len(_MANY_LENGTHS) - len(_has_symbol_by_graph(wrap, _MANY_LENGTHS))
+    if not eager_calls:
         return None
-    eager_calls = len(_MANY_LENGTHS) - compiled_calls
     return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
 
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,19 +30,17 @@ from torchguard.defects.probes import compile_defect, issues, memory_defect, sha
 def numpy_readonly() -> str | None:
     """Write through a tensor into a bytes object, then into a read-only mapping."""
     immutable = bytes(bytearray(b"immutable"))  # an object of its own, no interned constant
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warning is about exactly this
-        with suppress(RuntimeError, ValueError, TypeError):
-            torch.from_numpy(np.frombuffer(immutable, dtype=np.uint8)).fill_(ord("x"))
-        if immutable != b"immutable":
-            return f"fill_ changed an immutable bytes object to {immutable!r}"
+    with suppress(RuntimeError, ValueError, TypeError):
+        torch.from_numpy(np.frombuffer(immutable, dtype=np.uint8)).fill_(ord("x"))
+    if immutable != b"immutable":
+        return f"fill_ changed an immutable bytes object to {immutable!r}"
 
-        # What np.load(..., mmap_mode="r") gives, without a file.
-        mapping = mmap.mmap(-1, mmap.PAGESIZE, access=mmap.ACCESS_READ)
-        mapped = np.frombuffer(mapping, dtype=np.uint8)
-        with suppress(RuntimeError, ValueError, TypeError):
-            torch.from_numpy(mapped).fill_(1)  # dies of SIGSEGV where the flag is dropped
-        return None if not mapped.any() else "fill_ wrote to an array mapped read-only"
+    # What np.load(..., mmap_mode="r") gives, without a file.
+    mapping = mmap.mmap(-1, mmap.PAGESIZE, access=mmap.ACCESS_READ)
+    mapped = np.frombuffer(mapping, dtype=np.uint8)
+    with suppress(RuntimeError, ValueError, TypeError):
+        torch.from_numpy(mapped).fill_(1)  # dies of SIGSEGV where the flag is dropped
+    return None if not mapped.any() else "fill_ wrote to an array mapped read-only"
 
 
 @memory_defect(
@@ -119,8 +116,7 @@ def mmap_load_save() -> str | None:
     if not hasattr(os, "fork"):
         raise NotRunHere("no fork on this system")
     saved = torch.ones(2**18)  # 1 MiB: many pages
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's, that torch has threads when it forks
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.pt")
         torch.save(saved, path)
         child = os.fork()
@@ -195,9 +191,7 @@ def _product(beyond: float) -> float:
 )
 def csr_unchecked() -> str | None:
     """Compute one product with a column index past the last column."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that CSR support is in beta state
-        return _by_memory_behind(_product, "column 3 of columns 0 to 2: product {:g} or {:g}")
+    return _by_memory_behind(_product, "column 3 of columns 0 to 2: product {:g} or {:g}")
 
 
 def _call_checked_operators(

@@ -326,15 +326,15 @@ def replacements() -> Mapping[str, patch.Make]:
 
 def changed() -> None:
     """Check the whole process, or stop with it."""
-    installed, scope = patch.patched(INSTALLED), check.process_scope()
-    if installed and scope is None:
-        check.process_scope(Scope("step"))
+    installed = patch.patched(INSTALLED)
+    if installed and not check.of_process:
+        check.of_process.append(Scope("step"))
         _begin()
-    elif not installed and scope is not None:
+    elif check.of_process and not installed:
         try:
-            scope.flags.read()
+            check.of_process[0].flags.read()
         finally:
-            check.process_scope(end=True)
+            check.of_process.clear()
             _end()
 
 

@@ -131,7 +131,8 @@ class Scope:
 _innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
     "torchguard.checks", default=None
 )
-_process: list[Scope] = []
+of_process: list[Scope] = []
+"""The scope of the whole process, while ``install("checks")`` stands."""
 
 
 def current() -> Scope | None:
@@ -140,7 +141,7 @@ def current() -> Scope | None:
     while scope and not scope.open:  # of a task that was started in it and goes on
         scope = scope.around
     if scope is None:
-        return _process[0] if _process else None
+        return of_process[0] if of_process else None
     return scope or None
 
 
@@ -152,9 +153,9 @@ def enter(scope: Scope | Literal[False] | None) -> Any:
 
 
 def innermost_of(scopes: Sequence[Scope]) -> Scope | None:
-    """Return the innermost of these that this thread or task is in."""
+    """Return the innermost of these open scopes that this thread or task is in."""
     inner = _innermost.get()
-    while inner and not (inner.open and inner in scopes):
+    while inner and inner not in scopes:
         inner = inner.around
     return inner or None
 
@@ -166,13 +167,6 @@ def leave(scope: Scope) -> None:
     while inner and not inner.open:
         inner = inner.around
     _innermost.set(inner)
-
-
-def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
-    """Set the scope of the process to ``scope``, or ``end`` it; return the one that is set."""
-    if scope is not None or end:
-        _process[:] = [] if scope is None else [scope]
-    return _process[0] if _process else None
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
@@ -319,15 +313,11 @@ def _checked(
         allowed = _allowed(check, given)
         if allowed is not None:
             site = Site(name, check.argument, check.kind, *allowed)
-            mask = check.unread and functools.partial(check.unread, given, given)
-            value = checked_value(scope, site, values, mask or _nothing)
+            unread = check.unread and functools.partial(check.unread, given, given)
+            value = checked_value(scope, site, values, unread or (lambda: None))
             if value is not values:
                 new[check.argument] = value
     return rebound(row, args, kwargs, new) if new else (args, kwargs)
-
-
-def _nothing() -> None:
-    """All values are read."""
 
 
 def call_outside(

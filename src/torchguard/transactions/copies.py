@@ -100,11 +100,29 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 # --- dicts, lists and sets -------------------------------------------------------------------
 
 
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
+
+
+def _has_attributes(node: Any) -> bool:
+    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
+
+
+def _has_state(node: Any) -> bool:
+    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
+    """
+    return _has_attributes(node) and (
+        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
+    )
+
+
 class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
-    Goes into dicts, lists and tuples, not into sets, modules and optimizers. ``into`` says of
-    other objects whether to go into their attributes: by default into schedulers and schedules.
+    Goes into dicts, lists, tuples and sets, not into modules and optimizers. ``into`` says of other
+    objects whether to go into their attributes: by default into schedulers and schedules.
     """
 
     def __init__(
@@ -112,19 +130,18 @@ class Containers:
         roots: Iterable[Any],
         *,
         skip: Iterable[Any] = (),
-        into: Callable[[Any], bool] | None = None,
+        into: Callable[[Any], bool] = _has_state,
     ) -> None:
-        self._into = _has_state if into is None else into
+        self._into = into
         self.copies: list[tuple[Any, Any]] = []
         self.tensors: list[Snapshot] = []
         seen = set(map(id, skip))
         waiting = deque(roots)
         while waiting:
             node = waiting.popleft()
-            if type(node) in _ATOMS or id(node) in seen:
-                continue
-            seen.add(id(node))
-            waiting.extend(self._children(node))
+            if type(node) not in _ATOMS and id(node) not in seen:
+                seen.add(id(node))
+                waiting.extend(self._children(node))
 
     def _children(self, node: Any) -> Iterable[Any]:
         if isinstance(node, Tensor):
@@ -137,6 +154,7 @@ class Containers:
             return node
         elif isinstance(node, set):
             self.copies.append((node, set(node)))
+            return node
         elif isinstance(node, np.ndarray) and node.flags.writeable:
             self.copies.append((node, node.copy()))
         elif isinstance(node, torch.Generator):
@@ -161,24 +179,6 @@ class Containers:
             restore_container(container, before)
         for saved in self.tensors:
             saved.restore()
-
-
-_ATOMS = {int, float, bool, str, bytes, type(None), complex}
-_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
-
-
-def _has_attributes(node: Any) -> bool:
-    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
-
-
-def _has_state(node: Any) -> bool:
-    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
-
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
-    """
-    return _has_attributes(node) and (
-        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
-    )
 
 
 def restore_container(container: Any, before: Any) -> None:
@@ -284,54 +284,37 @@ class OptimizerSnapshot:
     """An optimizer's attributes, options and the keys of its state, without the moments."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.attributes = dict(vars(optimizer))
         self.state = state_of(optimizer)
         groups = optimizer.param_groups
-        self._containers: list[tuple[Any, Any]] = [(groups, groups.copy())]
-        # Hooks among them, and the defaults of the options; the state has a copy of its own.
-        options: list[Any] = [
-            value
-            for name, value in self.attributes.items()
-            if type(value) not in _ATOMS and name not in {"state", "param_groups"}
-        ]
-        for group in groups:
-            parameters = group["params"]
-            self._containers += [(group, group.copy()), (parameters, parameters.copy())]
-            options += [each for each in group.values() if type(each) not in _ATOMS]
+        parameters = [group["params"] for group in groups]
+        self._groups = [(each, each.copy()) for each in (groups, *groups, *parameters)]
+        options = [each for group in groups for each in group.values() if type(each) not in _ATOMS]
         # Among the attributes may be a logger: what is of another package stays as it is.
         package = type(optimizer).__module__.partition(".")[0]
-        self._options = Containers(
-            options,
-            skip=[group["params"] for group in groups],
+        self._others = Containers(
+            [vars(optimizer), *options],
+            skip=[optimizer.state, groups, *parameters],
             into=lambda node: (
                 _has_state(node)
                 or (type(node).__module__.partition(".")[0] == package and _has_attributes(node))
             ),
         )
+        self.attributes: dict[str, Any] = self._others.copies[0][1]
 
     def restore(self) -> None:
         """Put them back."""
-        restore_container(vars(self.optimizer), self.attributes)
-        for container, before in self._containers:
+        self._others.restore()
+        for container, before in self._groups:
             restore_container(container, before)
         self.state.restore()
-        self._options.restore()
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
-    found: list[Tensor] = []
-    waiting: list[Any] = list(optimizer.state.values())
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Tensor):
-            found.append(node)
-        elif isinstance(node, dict):
-            waiting.extend(node.values())
-        elif isinstance(node, (list, tuple, set, deque)):
-            waiting.extend(node)
-    return found
+    """Return the tensors of an optimizer's state; :func:`state_of` copies those further inside."""
+    values: list[Any] = list(optimizer.state.values())
+    entries = [each for each in values if isinstance(each, dict)]
+    inside = [*values, *chain.from_iterable(map(dict.values, entries))]
+    return [each for each in inside if isinstance(each, Tensor)]
 
 
 # --- what also= names ------------------------------------------------------------------------
@@ -358,22 +341,9 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
 
 def _copied_tree(tree: Any) -> Any:
-    """Copy tensors, numbers and containers: ``state_dict()`` may return the live ones."""
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    inside = _pytree.children(tree)
-    if inside is None:
-        return copy.deepcopy(tree)
-    copies = {key: _copied_tree(child) for key, child in inside}
-    unchanged = all(copies[key] is child for key, child in inside)
-    # Nothing can be put into one of these; a tuple of another kind may not be made from items.
-    if isinstance(tree, tuple) and unchanged:
-        return tree
+    """Copy what ``state_dict()`` returns, which may be the live containers."""
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
-        return copies
-    try:
-        return _pytree.with_children(tree, copies)
-    except Exception:
-        if not unchanged:
-            raise
-        return tree  # it refuses writes, so it stays as it is
+        tree = dict(tree)  # deepcopy refuses a MappingProxyType
+    # It refuses a tensor that is computed, too.
+    tensors = [each for each in _pytree.flatten(tree)[0] if isinstance(each, Tensor)]
+    return copy.deepcopy(tree, {id(each): each.detach().clone() for each in tensors})

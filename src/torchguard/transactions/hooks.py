@@ -196,8 +196,9 @@ def _prepare(optimizer: Optimizer, *, with_closure: bool) -> OptimizerStep | Non
         return OptimizerStep(optimizer, copies=False, in_one_call=True)
     if optimizer not in _may_copy:
         _may_copy[optimizer] = _there_is_room(optimizer)
-    may_copy = _may_copy[optimizer]
-    return OptimizerStep(optimizer, copies=True, in_one_call=False) if may_copy else None
+    if not _may_copy[optimizer]:
+        return None
+    return OptimizerStep(optimizer, copies=True, in_one_call=False)
 
 
 def _there_is_room(optimizer: Optimizer) -> bool:

@@ -43,7 +43,9 @@ def run(
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
-        return retry is not None and size > 1 and _is_out_of_memory(error)
+        # The text of an undo that failed may be one of memory.
+        was_undone = not isinstance(error, UnrecoverableStepError)
+        return retry is not None and size > 1 and was_undone and is_out_of_memory(error)
 
     def code_of(error: BaseException) -> int:
         return OUT_OF_MEMORY if may_halve(error) else FAILED
@@ -81,11 +83,6 @@ def run(
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
         size = (size + 1) // 2
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out and the step was undone; the text of a failed undo may say so too."""
-    return is_out_of_memory(error) and not isinstance(error, UnrecoverableStepError)
 
 
 def _train(

@@ -247,7 +247,6 @@ class TrainingSnapshot:
         self.has_gradients = bool(present)
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
-        self._buffers = buffers
         odd = [capture(each, data=True) for each in survey.other_buffers]
         self.buffers = BufferCopies(survey, buffers, odd)
         self._odd = odd + [capture(each, data=parameters) for each in survey.other_parameters]
@@ -289,7 +288,7 @@ class TrainingSnapshot:
         """Return how many buffers have other bits than their copies; a NaN equals itself."""
         return sum(
             not torch.equal(tensor.view(torch.uint8), copied.view(torch.uint8))
-            for pairs in self._survey.split(self._buffers)
+            for pairs in self._survey.split(self.buffers.copies)
             for tensor, copied in zip(*pairs, strict=True)
         )
 
@@ -351,7 +350,7 @@ class TrainingSnapshot:
             self._gradient_copies.restore()
 
     def _restore_buffers(self) -> None:
-        for tensors, kept in self._survey.split(self._buffers):
+        for tensors, kept in self._survey.split(self.buffers.copies):
             call_unseen(copy_all, tensors, list(kept))
         for saved in self._odd:
             saved.restore()

@@ -183,11 +183,7 @@ class Transaction:
                     finish(snapshot.restore)
                 with guarded(overlap=True):  # else the order of threads would show
                     yield number
-                if number:
-                    call_unseen(_compare, first, self.training, number)
-                else:
-                    results = _results(self.training)
-                    first = {name: call_unseen(_bits, each) for name, each in results}
+                call_unseen(_compare, first, self.training, number)
             finished = True
         finally:
             if not finished:
@@ -328,7 +324,7 @@ class Transaction:
 
     def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
         if self.gate is not None:
-            if self.gate.called_without_gradients and not is_of_torch(pending.optimizer):
+            if self.gate.taken_away and not is_of_torch(pending.optimizer):
                 finish(pending.undo)  # one that is not torch's may count the step
             began = block.snapshot.buffers
             if self._accumulation is not None and block.snapshot.has_gradients:
@@ -478,8 +474,13 @@ def _bits(tensor: Tensor | None) -> _Bits | None:
 
 
 def _compare(first: dict[str, _Bits | None], training: TrainingState, number: int) -> None:
+    """Keep the bits of the first run; raise where those of a later one are others."""
     for name, tensor in _results(training):
-        before, now = first.get(name), _bits(tensor)
+        now = _bits(tensor)
+        if not number:
+            first[name] = now
+            continue
+        before = first.get(name)
         if before is None or now is None:
             same = before is now
         else:

@@ -86,10 +86,10 @@ def _overlays() -> tuple[patch.Overlay, ...]:
 
 @functools.cache
 def _overlays_of_dynamo() -> tuple[patch.Overlay, ...]:
-    found: list[AttributeOverlay] = []
+    makes = {CALLBACK_OF_CALL: _other_key, CALL_USER_COMPILER: _with_checks}
     with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
-        found = overlays_by_owner({CALLBACK_OF_CALL: _other_key, CALL_USER_COMPILER: _with_checks})
-    return tuple(found)
+        return tuple(overlays_by_owner(makes))
+    return ()
 
 
 def _wanted() -> Iterator[patch.Overlay]:
@@ -114,12 +114,10 @@ def _check_indices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse sparse tensors with indices out of range, which torch's kernels trust."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        scope = current()
-        if scope is None:
-            return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        with computing_unseen((result,)):
-            _check_compressed(scope, original.__name__, result)
+        scope, result = current(), original(*args, **kwargs)
+        if scope is not None:
+            with computing_unseen((result,)):
+                _check_compressed(scope, original.__name__, result)
         return result
 
     return function

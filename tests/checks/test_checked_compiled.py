@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torchguard
 from support.child_process import output_of
 from support.compiled import Counting
-from support.small_training import bits
+from support.small_training import everything
 from torchguard.checks import check, graph
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
@@ -323,12 +323,12 @@ def test_a_bad_batch_never_reaches_the_weights(scope: Any) -> None:
             optimizer.zero_grad()
             embedding(ids).sum().backward()
             optimizer.step()
-        return bits([embedding.weight, optimizer.state_dict()["state"]])
+        return everything(embedding, optimizer)
 
     before = train(GOOD)
     with pytest.raises(IndexOutOfRangeError):
         train(FAR)
-    assert bits([embedding.weight, optimizer.state_dict()["state"]]) == before
+    assert everything(embedding, optimizer) == before
     assert train(GOOD) != before
 
 

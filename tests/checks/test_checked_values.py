@@ -138,7 +138,7 @@ CASES = (
             ("%", lambda d: torch.arange(2) % d),
             ("1 // d", lambda d: 1 // d),
             ("1 % d", lambda d: 1 % d),
-            ("%=", lambda d: operator.imod(torch.arange(2), d)),
+            ("%=", lambda d: operator.imod(torch.arange(2), d)),  # type: ignore[no-untyped-call]
             ("fmod", lambda d: torch.fmod(torch.arange(2), d)),
             ("div", lambda d: torch.div(torch.arange(2), d, rounding_mode="trunc")),
         )

@@ -97,10 +97,13 @@ def transaction(
             "step = torchguard.transaction(model, optimizer)"
         )
     models = _several(
-        "model", model, lambda m: isinstance(m, nn.Module), "a torch Module or a list"
+        "model", model, lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"
     )
     optimizers = _several(
-        "optimizer", optimizer, lambda o: isinstance(o, Optimizer), "a torch Optimizer or a list"
+        "optimizer",
+        optimizer,
+        lambda o: isinstance(o, Optimizer),
+        "a torch Optimizer or a list of them",
     )
     optimizers = [_innermost(each) for each in optimizers]
     scalers = _several(

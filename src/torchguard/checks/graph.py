@@ -127,7 +127,7 @@ class _Call:
     def check(self) -> None:
         """Check what can be checked; the node is then called with what is in range."""
         new: dict[str, Any] = {}
-        if not self._row.checks:  # it is one of those three
+        if not self._row.checks:  # x[index], x[index] = v, index_put
             name = self._row.parameters[1]
             new[name] = self._indices(self._given.get(name))
         else:

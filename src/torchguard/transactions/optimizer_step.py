@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -330,16 +331,23 @@ def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
 
 def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
     """Whether an exception, or one that it came of, went through a method of an object."""
-    seen: set[int] = set()
-    while exception is not None and id(exception) not in seen:
-        seen.add(id(exception))
-        traceback = exception.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_locals.get("self") is owner:
-                return True
-            traceback = traceback.tb_next
-        exception = exception.__cause__ or exception.__context__
-    return False
+    return any(
+        frame.f_locals.get("self") is owner
+        for each in with_causes(exception)
+        for frame, _ in traceback.walk_tb(each.__traceback__)
+    )
+
+
+def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
+    """Return an exception and all that it came of."""
+    found: dict[int, BaseException] = {}
+    waiting = [exception]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            waiting += [each.__cause__, each.__context__]
+    return found.values()
 
 
 def add_note(exception: BaseException, note: str) -> None:

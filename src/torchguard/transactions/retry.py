@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
 from torchguard.errors import UnrecoverableStepError
+from torchguard.transactions.optimizer_step import with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -174,20 +175,10 @@ def differs_in_parts(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted(found))
 
 
-# --- what an exception holds -----------------------------------------------------------------
-
-
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Free the local variables of the frames that an exception and its causes hold."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in with_causes(error):
         traceback.clear_frames(each.__traceback__)  # leaves alone those that still run
-        waiting += [each.__cause__, each.__context__]
 
 
 def _empty_caches() -> None:

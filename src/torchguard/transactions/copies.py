@@ -36,13 +36,8 @@ class Copies:
     """Copies of tensors' elements, made in bulk: on their device, or on the host if it is full."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.plain: list[Tensor] = []
-        self.others: list[Snapshot] = []
-        for tensor in {id(each): each for each in tensors}.values():
-            if is_plain(tensor):
-                self.plain.append(tensor)
-            else:
-                self.others.append(capture(tensor, data=True))
+        self.plain, others = parted(tensors, is_plain)
+        self.others = [capture(each, data=True) for each in others]
         self.versions = versions_of(self.plain)
         self.copies = call_unseen(_copied, self.plain)
 
@@ -66,6 +61,16 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copy_all(copies, tensors)
     return copies
+
+
+def parted(
+    tensors: Iterable[Tensor], condition: Callable[[Tensor], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those that fulfil a condition, and the others; each tensor once."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in {id(each): each for each in tensors}.values():
+        parts[0 if condition(tensor) else 1].append(tensor)
+    return parts
 
 
 def is_plain(tensor: Tensor) -> bool:

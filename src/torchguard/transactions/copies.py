@@ -227,7 +227,7 @@ def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
 # --- optimizers ------------------------------------------------------------------------------
 
 
-class StateContainers:
+class StateContainers(Containers):
     """The dicts of an optimizer's state, each with a shallow copy, and what else is in it.
 
     torch's optimizers keep a dict of tensors and numbers for each parameter. Others keep a tensor
@@ -245,32 +245,27 @@ class StateContainers:
         # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
         # may be two objects; tensors are never compared by their elements.
         self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
-        self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
-        self.copies += zip(self._entries, self._entry_copies, strict=True)
         inside = [*values, *chain.from_iterable(map(dict.values, self._entry_copies))]
-        # Tensors are copied with the parameters, in bulk; a dict of the state is copied above.
-        self._others = Containers(
+        # Tensors are copied with the parameters, in bulk; a dict of the state below.
+        super().__init__(
             [each for each in inside if type(each) not in _ATOMS and not isinstance(each, Tensor)],
             skip=self._entries,
             into=_has_attributes,  # what state_dict() copies is data, whatever its class
         )
-        is_nested = self._others.copies or self._others.tensors
+        is_nested = self.copies or self.tensors
         self._is_plain = not is_nested and len(values) == len(self._entries)
+        self._state = state
+        self.copies.append((state, dict(state)))
+        self.copies += zip(self._entries, self._entry_copies, strict=True)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
         return (
             self._is_plain
-            and optimizer.state is self.copies[0][0]
+            and optimizer.state is self._state
             and same_objects(list(optimizer.state.values()), self._entries)
             and self._same_values(self._entries, self._entry_copies)
         )
-
-    def restore(self) -> None:
-        """Let the dicts hold what they held."""
-        for container, before in self.copies:
-            restore_container(container, before)
-        self._others.restore()
 
 
 _last_state: weakref.WeakKeyDictionary[Optimizer, StateContainers] = weakref.WeakKeyDictionary()
@@ -292,11 +287,10 @@ class OptimizerSnapshot:
         self.state = state_of(optimizer)
         groups = optimizer.param_groups
         parameters = [group["params"] for group in groups]
-        self._groups = [(each, each.copy()) for each in (groups, *groups, *parameters)]
         options = [each for group in groups for each in group.values() if type(each) not in _ATOMS]
         # Among the attributes may be a logger: what is of another package stays as it is.
         package = type(optimizer).__module__.partition(".")[0]
-        self._others = Containers(
+        self._containers = Containers(
             [vars(optimizer), *options],
             skip=[optimizer.state, groups, *parameters],
             into=lambda node: (
@@ -304,13 +298,13 @@ class OptimizerSnapshot:
                 or (type(node).__module__.partition(".")[0] == package and _has_attributes(node))
             ),
         )
-        self.attributes: dict[str, Any] = self._others.copies[0][1]
+        self.attributes: dict[str, Any] = self._containers.copies[0][1]
+        held = (groups, *groups, *parameters)
+        self._containers.copies += [(each, each.copy()) for each in held]
 
     def restore(self) -> None:
         """Put them back."""
-        self._others.restore()
-        for container, before in self._groups:
-            restore_container(container, before)
+        self._containers.restore()
         self.state.restore()
 
 

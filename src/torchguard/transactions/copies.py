@@ -324,19 +324,19 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
     Of modules the parameters; with ``buffers`` those too, which a snapshot copies with the others.
     """
-    tensors = [each for each in items if isinstance(each, Tensor)]
-    for module in items:
-        if isinstance(module, nn.Module):
-            tensors += [*module.parameters(), *(module.buffers() if buffers else ())]
-    undos: list[Callable[[], Any]] = [Copies(tensors).restore] if tensors else []
+    tensors: list[Tensor] = []
+    undos: list[Callable[[], Any]] = []
     for each in items:
-        if isinstance(each, torch.Generator):
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, nn.Module):
+            tensors += [*each.parameters(), *(each.buffers() if buffers else ())]
+        elif isinstance(each, torch.Generator):
             undos.append(partial(each.set_state, each.get_state()))
-        elif not isinstance(each, (Tensor, nn.Module)):
-            undos.append(
-                partial(each.load_state_dict, call_unseen(_copied_tree, each.state_dict()))
-            )
-    return undos
+        else:
+            state = call_unseen(_copied_tree, each.state_dict())
+            undos.append(partial(each.load_state_dict, state))
+    return [Copies(tensors).restore, *undos] if tensors else undos
 
 
 def _copied_tree(tree: Any) -> Any:

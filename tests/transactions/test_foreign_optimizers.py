@@ -42,6 +42,7 @@ class Foreign(Optimizer):
                     "past": deque([p.detach().clone()], maxlen=3),  # as AdaShift does
                     "list": [torch.zeros_like(p), {"deep": torch.zeros_like(p)}],
                     "set": {0},
+                    "chosen": {torch.zeros_like(p)},
                     "array": np.zeros(2),
                     "table": np.broadcast_to(0.0, 2),  # read-only: it needs no copy
                     "own": SimpleNamespace(moment=torch.zeros_like(p), steps=0),
@@ -71,6 +72,7 @@ class Foreign(Optimizer):
                 state["list"][1]["deep"].sub_(p.grad)
                 state["list"].append(len(state["list"]))
                 state["set"].add(group["step"])
+                next(iter(state["chosen"])).add_(1)
                 state["array"] += 1
                 state["own"].moment.add_(p.grad)
                 state["own"].steps += 1

@@ -177,9 +177,12 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 # ---- one argument ----
 
 
-def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], Any]) -> Any:
+def checked_value(
+    scope: Scope, site: Site, values: Any, unread: Callable[[], Any] | None = None
+) -> Any:
     """Return what to call the function with, the same object where the values were read.
 
+    ``unread`` makes the mask of what is never read.
     Raises one of ``_ERRORS`` where they were and are out of range.
     """
     if not isinstance(values, torch.Tensor):
@@ -187,13 +190,13 @@ def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], An
     elif is_on_cpu(values):
         read = values
     else:
-        return _noted(scope, site._replace(line=user_line()), values, unread())
+        return _noted(scope, site._replace(line=user_line()), values, unread and unread())
     if not read.numel():
         return values
     smallest, largest = torch.aminmax(looked_at(site, read, None))
     if site.allows(smallest.item(), largest.item()):
         return values
-    mask = unread()
+    mask = unread and unread()
     if mask is not None:
         smallest, largest = torch.aminmax(looked_at(site, read, mask))
         if site.allows(smallest.item(), largest.item()):
@@ -314,7 +317,7 @@ def _checked(
         if allowed is not None:
             site = Site(name, check.argument, check.kind, *allowed)
             unread = check.unread and functools.partial(check.unread, given, given)
-            value = checked_value(scope, site, values, unread or (lambda: None))
+            value = checked_value(scope, site, values, unread)
             if value is not values:
                 new[check.argument] = value
     return rebound(row, args, kwargs, new) if new else (args, kwargs)

@@ -111,13 +111,18 @@ class Stepping:
         self.optimizer, self.n = optimizer, 0
 
     def state_dict(self) -> Any:
-        return {"n": self.n}
+        return {"n": self.n, "settings": ReadOnly(a=1)}
 
     def load_state_dict(self, loaded: Any) -> None:
         self.n = loaded["n"]
 
     def step(self) -> None:
         self.n += 1
+
+
+class ReadOnly(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        raise TypeError("read-only")
 
 
 def test_what_also_names_is_a_scheduler_only_if_torch_says_so() -> None:

@@ -309,11 +309,18 @@ class OptimizerSnapshot:
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state; :func:`state_of` copies those further inside."""
-    values: list[Any] = list(optimizer.state.values())
-    entries = [each for each in values if isinstance(each, dict)]
-    inside = [*values, *chain.from_iterable(map(dict.values, entries))]
-    return [each for each in inside if isinstance(each, Tensor)]
+    """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
+    found: list[Tensor] = []
+    waiting: list[Any] = list(optimizer.state.values())
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Tensor):
+            found.append(node)
+        elif isinstance(node, dict):
+            waiting.extend(node.values())
+        elif isinstance(node, (list, tuple, set, deque)):
+            waiting.extend(node)
+    return found
 
 
 # --- what also= names ------------------------------------------------------------------------
@@ -340,9 +347,22 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
 
 def _copied_tree(tree: Any) -> Any:
-    """Copy what ``state_dict()`` returns, which may be the live containers."""
+    """Copy tensors, numbers and containers: ``state_dict()`` may return the live ones."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    inside = _pytree.children(tree)
+    if inside is None:
+        return copy.deepcopy(tree)
+    copies = {key: _copied_tree(child) for key, child in inside}
+    unchanged = all(copies[key] is child for key, child in inside)
+    # Nothing can be put into one of these; a tuple of another kind may not be made from items.
+    if isinstance(tree, tuple) and unchanged:
+        return tree
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
-        tree = dict(tree)  # deepcopy refuses a MappingProxyType
-    # It refuses a tensor that is computed, too.
-    tensors = [each for each in _pytree.flatten(tree)[0] if isinstance(each, Tensor)]
-    return copy.deepcopy(tree, {id(each): each.detach().clone() for each in tensors})
+        return copies
+    try:
+        return _pytree.with_children(tree, copies)
+    except Exception:
+        if not unchanged:
+            raise
+        return tree  # it refuses writes, so it stays as it is

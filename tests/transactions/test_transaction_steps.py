@@ -48,50 +48,42 @@ class Torn(torch.optim.lr_scheduler.LambdaLR):
         self.counter = Counter()  # an object that state_dict() holds
         super().__init__(*args)
 
-    def step(self, epoch: Any = None) -> None:
+    def get_lr(self) -> list[Any]:
         self.counter.calls += 1
-        super().step()
         if self.fails:
-            raise Failure  # the counters are advanced already, and the lr is set
+            raise Failure  # the counters are advanced already
+        return super().get_lr()
 
 
 @pytest.mark.parametrize("where", ["scheduler", "also"])
-@pytest.mark.parametrize("fails", ["", "in its step", "wrapped"])
-def test_a_scheduler_that_raises_is_as_it_was_before_its_step_and_another_one_stays(
-    where: str, fails: str
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step(
+    where: str, wrapped: bool
 ) -> None:
-    """With its lr. What ``also=`` names is as it was when the optimizer had stepped."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = Torn(optimizer, lambda epoch: 0.5**epoch)
-    average = torch.zeros(1)
-    named = {"also": [average]}
-    named.setdefault(where, []).append(scheduler)  # type: ignore[arg-type]
-    step = torchguard.transaction(model, optimizer, **named)  # type: ignore[arg-type]
-    scheduler.fails = bool(fails)
-    calls, stays = scheduler.counter.calls, not fails
-    with pytest.raises(RuntimeError if fails == "wrapped" else Failure) as raised, step:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        average.add_(1)
-        try:
-            scheduler.step()
-        except Failure as error:
-            if fails == "wrapped":
-                raise RuntimeError("no schedule") from error
-            raise
-        raise Failure
-    assert average == 0
-    assert scheduler.last_epoch == stays
-    assert optimizer.param_groups[0]["lr"] == (0.5 if stays else 1.0)
+    named: dict[str, Any] = {where: scheduler}
+    step = torchguard.transaction(model, optimizer, **named)
+    scheduler.fails = True
+    calls = scheduler.counter.calls
+    with pytest.raises(RuntimeError if wrapped else Failure) as raised:
+        with step:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            try:
+                scheduler.step()
+            except Failure as error:
+                if wrapped:
+                    raise RuntimeError("no schedule") from error
+                raise
     if where == "also":
-        assert scheduler.counter.calls == calls + stays
-    notes = "".join(raised.value.__notes__)  # type: ignore[attr-defined]
-    assert ("Torn is as it was" in notes) == bool(fails)
+        assert scheduler.counter.calls == calls
+    assert "Torn is as it was" in "".join(raised.value.__notes__)  # type: ignore[attr-defined]
     scheduler.fails = False
     scheduler.step()
-    assert scheduler.last_epoch == 1 + stays
-    assert optimizer.param_groups[0]["lr"] == (0.25 if stays else 0.5)
+    assert scheduler.last_epoch == 1
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -112,6 +104,36 @@ def test_a_scheduler_that_raises_leaves_the_lr_that_another_one_has_set(apart: b
     assert (first.last_epoch, second.last_epoch) == (1, 0)
     assert [optimizers[0].param_groups[0]["lr"]] == first.get_last_lr() == [0.5]
     assert optimizers[-1].param_groups[0]["lr"] == (1.0 if apart else 0.5)
+
+
+class TornPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    fails = False
+
+    def _reduce_lr(self, epoch: int) -> None:
+        super()._reduce_lr(epoch)
+        if self.fails:
+            raise Failure
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_scheduler_in_also_and_its_lr_go_back_together_or_stay(fails: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plateau = TornPlateau(optimizer, factor=0.5, patience=0)
+    average = [torch.zeros(1)]
+    step = torchguard.transaction(model, optimizer, also=[plateau, *average])
+    plateau.step(1.0)
+    plateau.fails = fails
+    with pytest.raises(Failure), step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        average[0].add_(1)
+        plateau.step(1.0)
+        raise Failure
+    stays = 0 if fails else 1
+    assert plateau.last_epoch == 1 + stays
+    assert optimizer.param_groups[0]["lr"] == 0.5**stays
+    assert average[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -306,8 +306,10 @@ def _fit(lists: _Lists, in_float: bool) -> list[_Fitted]:
         if not parameter.is_cpu or has_own_dispatch(parameter):  # a fake tensor has no memory
             continue
         dtype = torch.float32 if in_float and parameter.dtype in _HALF else None
-        # empty_like() keeps the strides of what lies without gaps or sharing.
-        all_of_it = dtype is not None or _order(torch.empty_like(parameter)) != _order(parameter)
+        # empty_like() keeps the strides of what lies without gaps or sharing; on a CPU it fills its
+        # memory if torch.utils.deterministic says so.
+        dense = _order(torch.empty_like(parameter, device="meta"))
+        all_of_it = dtype is not None or dense != _order(parameter)
         for number, tensors in enumerate(lists):
             tensor = tensors[place] if place < len(tensors) else None
             if tensor is None or tensor.shape != parameter.shape:

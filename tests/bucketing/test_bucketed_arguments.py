@@ -227,7 +227,7 @@ def test_a_callback_refuses_what_is_not_bucketed() -> None:
         session("resize", {"encoder": Doubles()})
     with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
         session("resize", Doubles())
-    assert session("resize", {"encoder": wrap(Doubles())}).metrics()
+    assert session("resize", {"encoder": wrap(Doubles())})._metrics()
 
 
 def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:

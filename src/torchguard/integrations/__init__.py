@@ -23,8 +23,10 @@ class Session:
     def __init__(
         self,
         guards: GuardName | Iterable[GuardName] = "resize",
+        *,
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:
+        super().__init__()
         self._guards = (guards,) if isinstance(guards, str) else tuple(guards)
         if not isinstance(buckets, (Mapping, type(None))):
             raise TypeError(
@@ -55,7 +57,7 @@ class Session:
         """Raise if a checkpoint of these would be garbage: a shape is not backed by memory."""
         torchguard.check_consistent([each for each in objects if each is not None])
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         """Return the numbers to log: calls, waste, graphs and compile time of each."""
         found: dict[str, float] = {}
         for name, bucketed in self._buckets.items():

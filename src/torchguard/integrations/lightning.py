@@ -57,4 +57,4 @@ class GuardCallback(Session, Callback):
         every = getattr(trainer, "log_every_n_steps", 50)
         if self._buckets and (batch_idx + 1) % every == 0:
             for logger in trainer.loggers:
-                logger.log_metrics(self.metrics(), step=trainer.global_step)
+                logger.log_metrics(self._metrics(), step=trainer.global_step)

@@ -67,7 +67,7 @@ class GuardCallback(Session, TrainerCallback):
         """Add the buckets to what is logged."""
         del args, control, kwargs
         # Trainer.log() has appended a copy of `logs` to the history before it calls this.
-        metrics = self.metrics()
+        metrics = self._metrics()
         if logs is not None:
             logs.update(metrics)
         if state.log_history:

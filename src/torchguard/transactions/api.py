@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -162,7 +162,8 @@ def _several(name: str, value: Any, is_one: Callable[[Any], bool], expected: str
     if value is None:
         return []
     # A Sequential is an iterable of modules, and a tensor one of its rows: each is one.
-    values = list(value) if isinstance(value, Iterable) and not is_one(value) else [value]
+    several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+    values = list(value) if several and not is_one(value) else [value]
     for each in values:
         if not is_one(each):
             found = f"has {each!r}" if name == "also" else f"is of type {type(each).__name__}"

@@ -90,7 +90,7 @@ def test_eager(operator: Any) -> None:
 def test_compiled(operator: Any) -> None:
     """What AOTAutograd compiles, with the checks and without, in the same number of graphs.
 
-    What torch refuses it refuses while it traces, before there is a graph.
+    Bad values are compiled in ``test_checked_values.py``.
     """
     for sample in _samples(operator, 1, torch.float32, torch.int64):
         torch.compiler.reset()

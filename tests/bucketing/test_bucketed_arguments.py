@@ -202,10 +202,10 @@ def test_a_callback_refuses_what_is_not_bucketed() -> None:
     session = importlib.import_module("torchguard.integrations").Session
     refused = r"buckets\['encoder'\] is of type Doubles, which has no stats\(\)"
     with pytest.raises(TypeError, match=refused):
-        session("resize", {"encoder": Doubles()})
+        session("resize", buckets={"encoder": Doubles()})
     with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
-        session("resize", Doubles())
-    assert session("resize", {"encoder": wrap(Doubles())}).metrics()
+        session("resize", buckets=Doubles())
+    assert session("resize", buckets={"encoder": wrap(Doubles())})._metrics()
 
 
 def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:

@@ -36,7 +36,7 @@ def raises(call: Callable[[], Any]) -> bool:
     return False
 
 
-def test_the_error_names_function_argument_range_values_and_place() -> None:
+def test_the_error_names_what_is_out_of_range_before_anything_is_written() -> None:
     with torchguard.checked(), pytest.raises(IndexOutOfRangeError) as raised:
         functional.embedding(torch.tensor([[1, 2], [9, -3]]), X)
     assert str(raised.value) == (
@@ -44,10 +44,7 @@ def test_the_error_names_function_argument_range_values_and_place() -> None:
         "2 of 4 out of range, the first is indices[1, 0] = 9"
     )
     assert isinstance(raised.value, (IndexError, RuntimeError))
-
-
-def test_nothing_is_written() -> None:
-    """Plain torch has stored the good rows when it comes to the bad one."""
+    # Nothing is written; plain torch has stored the good rows when it comes to the bad one.
     x = X.clone()
     version = x._version
     with torchguard.checked(), pytest.raises(IndexOutOfRangeError):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torchguard
 from support.child_process import output_of
 from support.compiled import Counting
+from support.small_training import everything
 from torchguard.checks import check, graph
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
@@ -297,54 +298,38 @@ def test_many_calls_are_read_in_few_goes() -> None:
 @on_device
 def test_compiled_code_keeps_its_flags_in_the_scope() -> None:
     compiled = torch.compile(lambda x, i: x[i] + x.index_select(0, i), backend="aot_eager")
-    good = torch.tensor([0, 3])
     with torchguard.checked():
-        compiled(X, good)
+        compiled(X, GOOD)
     found = []
     line = r"compiled\.py:\d+: index: expected -4 to 3"
     with pytest.raises(IndexOutOfRangeError, match=line), torchguard.checked():
         found.append(compiled(X, FAR))
-        compiled(X, good)
+        compiled(X, GOOD)
     assert found[0].equal(2 * X[[0, 3]])
     with torchguard.checked(report="call"), pytest.raises(IndexOutOfRangeError):
         compiled(X, FAR)
 
 
 @on_device
-def test_a_bad_batch_never_reaches_the_weights() -> None:
+@pytest.mark.parametrize("scope", [torchguard.checked, lambda: torchguard.install("checks")])
+def test_a_bad_batch_never_reaches_the_weights(scope: Any) -> None:
     """The flags are read before ``optimizer.step()``, so that a transaction undoes the step."""
     embedding = torch.nn.Embedding(4, 3)
     optimizer = torch.optim.Adam(embedding.parameters())
     step = torchguard.transaction(embedding, optimizer)
 
-    def train(ids: Tensor) -> None:
-        with torchguard.checked(), step:
+    def train(ids: Tensor) -> Any:
+        with scope(), step:
             optimizer.zero_grad()
             embedding(ids).sum().backward()
             optimizer.step()
+        return everything(embedding, optimizer)
 
-    good = torch.tensor([0, 3])
-    train(good)
-    weight = embedding.weight.detach().clone()
-    state = [value.clone() for value in optimizer.state[embedding.weight].values()]
+    before = train(GOOD)
     with pytest.raises(IndexOutOfRangeError):
         train(FAR)
-    assert embedding.weight.equal(weight)
-    after = optimizer.state[embedding.weight].values()
-    assert all(new.equal(old) for new, old in zip(after, state, strict=True))
-    train(good)
-    assert not embedding.weight.equal(weight)
-
-
-@on_device
-def test_installed_reads_before_a_step_too() -> None:
-    weight = torch.nn.Parameter(X.clone())
-    optimizer = torch.optim.SGD([weight], 1.0)
-    with torchguard.install("checks"):
-        weight[FAR].sum().backward()
-        with pytest.raises(IndexOutOfRangeError):
-            optimizer.step()
-    assert weight.equal(X)
+    assert everything(embedding, optimizer) == before
+    assert train(GOOD) != before
 
 
 _ON_CUDA = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import torchguard
 from support.compiled import Counting
-from support.sweep import by_name, places
+from support.sweep import by_name, places, samples_of
 
 NAMES = {
     *("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "index_copy"),
@@ -34,7 +34,6 @@ OPERATORS = [
     for operator in op_db
     if operator.name in NAMES and operator.variant_test_name not in {"trunc_rounding_cuda"}
 ]
-DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 
 
 def _id(operator: Any) -> str:
@@ -62,27 +61,24 @@ def _assert_equal(checked: Any, bare: Any) -> None:
         torch.testing.assert_close(checked, bare, rtol=0, atol=0, equal_nan=True)
 
 
-def _samples(operator: Any, most: int, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Any]:
-    """Some samples of each dtype, and all that torch refuses."""
+def _samples(operator: Any, most: int, *dtypes: torch.dtype) -> list[Any]:
+    """Some samples of each dtype."""
     found = []
     for dtype in dtypes:
         if dtype in operator.dtypes:
-            found += list(itertools.islice(operator.sample_inputs("cpu", dtype), most))
-    if operator.error_inputs_func is not None:
-        found += [each.sample_input for each in operator.error_inputs("cpu")]
+            found += list(itertools.islice(samples_of(operator, dtype), most))
     return found
-
-
-@pytest.fixture(autouse=True)
-def places_of_torch() -> None:
-    places()  # remembered, so looked up outside of every scope
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=_id)
 def test_eager(operator: Any) -> None:
     """Functions, methods and methods that write, each with samples and all bad samples."""
+    places()  # remembered, so looked up outside of every scope
+    samples = _samples(operator, 6, torch.float32, torch.int64, torch.uint8, torch.bool)
+    if operator.error_inputs_func is not None:
+        samples += [each.sample_input for each in operator.error_inputs("cpu")]
     calls = [operator.op, operator.method_variant, operator.inplace_variant]
-    for sample, call in itertools.product(_samples(operator, most=8), filter(None, calls)):
+    for sample, call in itertools.product(samples, filter(None, calls)):
         bare = _result(call, sample)
         with torchguard.checked():
             checked = _result(by_name(call), sample)
@@ -92,8 +88,11 @@ def test_eager(operator: Any) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("operator", OPERATORS, ids=_id)
 def test_compiled(operator: Any) -> None:
-    """What AOTAutograd compiles, with the checks and without, in the same number of graphs."""
-    for sample in _samples(operator, most=1, dtypes=(torch.float32, torch.int64)):
+    """What AOTAutograd compiles, with the checks and without, in the same number of graphs.
+
+    Bad values are compiled in ``test_checked_values.py``.
+    """
+    for sample in _samples(operator, 1, torch.float32, torch.int64):
         torch.compiler.reset()
         counting = Counting("aot_eager")
 

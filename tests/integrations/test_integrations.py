@@ -49,7 +49,7 @@ METRICS = {"torchguard/encoder/calls": 3, "torchguard/encoder/waste": 0.5}
 
 
 def test_a_flag_is_no_curve() -> None:
-    names = [each.rpartition("/")[2] for each in Session(buckets=buckets()).metrics()]
+    names = [each.rpartition("/")[2] for each in Session(buckets=buckets())._metrics()]
     assert sorted(names) == ["calls", "compile_seconds", "graphs", "overflowed", "waste"]
 
 

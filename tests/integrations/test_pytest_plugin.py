@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-from support.child_process import run_python
+from support.child_process import output_of
 
 SUITE = """
     import numpy as np
@@ -95,76 +94,100 @@ SUITE = """
         x = torch.arange(8.0)
         x[::2] += x[1::2]
 """
-Run: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
+SESSIONS = {
+    "off": [],
+    "default": ["--torchguard", "-n", "1"],
+    "named": ["--torchguard=resize, out", "--torchguard-overlap"],
+    "overlap": ["--torchguard-overlap"],
+    "misspelled": ["--torchguard=resise"],
+    "a path": ["--torchguard", "test_it.py"],
+}
+
+# Each in a fork of a process that has imported what they need. By name, because in a bare checkout
+# there is no entry point that names the plug-in.
+PROGRAM = f"""
+import contextlib, json, os
+import numpy, pytest, torch, torchguard
+
+found = {{}}
+for name, options in {SESSIONS}.items():
+    child = os.fork()
+    if not child:
+        plugins = ["-p", "no:torchguard", "-p", "pytest_torchguard", "-p", "no:cacheprovider"]
+        with open(name, "w") as out, contextlib.redirect_stdout(out):
+            with contextlib.redirect_stderr(out):
+                code = pytest.main(["-ra", *plugins, *options])
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found[name] = code, open(name).read()
+print(json.dumps(found))
+"""
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    (tmp_path / "test_it.py").write_text(textwrap.dedent(SUITE))
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if "PYTEST" in name]:
-        monkeypatch.delenv(name)
-
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        # By name, because in a bare checkout there is no entry point that names it.
-        plugin = ("-p", "no:torchguard", "-p", "pytest_torchguard", "-p", "no:cacheprovider")
-        program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
-        return run_python(program, "-ra", *plugin, *options)
-
-    return run
+Sessions: TypeAlias = dict[str, tuple[int, str]]
 
 
-def failed(done: subprocess.CompletedProcess[str]) -> list[str]:
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
+    """What each session returned and printed, by name."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "test_it.py").write_text(textwrap.dedent(SUITE))
+    with pytest.MonkeyPatch.context() as changes:
+        changes.chdir(folder)
+        for name in [name for name in os.environ if "PYTEST" in name]:
+            changes.delenv(name)
+        found: Sessions = json.loads(output_of(PROGRAM))
+    return found
+
+
+def failed(printed: str) -> list[str]:
     """The tests that failed."""
-    lines = done.stdout.splitlines()
+    lines = printed.splitlines()
     names = [line.partition("::")[2].partition(" ")[0] for line in lines if "FAILED" in line[:6]]
     return sorted(name.removeprefix("test_") for name in names)
 
 
-def test_off(run: Run) -> None:
+def test_off(sessions: Sessions) -> None:
     """Without --torchguard it changes nothing, and imports neither torch nor torchguard."""
-    assert failed(run()) == ["fails_for_another_reason", "out", "resize"]
+    assert failed(sessions["off"][1]) == ["fails_for_another_reason", "out", "resize"]
     program = "import sys, pytest_torchguard; print({'torch', 'torchguard'} & set(sys.modules))"
     line = [sys.executable, "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
-def test_default(run: Run) -> None:
+def test_default(sessions: Sessions) -> None:
     """--torchguard installs the default guard, and fails the test that leaves a broken tensor.
 
     Under xdist too.
     """
-    done = run("--torchguard", "-n", "1")
-    assert "torchguard: installed resize\n" in done.stdout
-    assert failed(done) == ["fails_for_another_reason", "leaves_it_behind", "out"]
-    assert "torchguard: the test leaves an inconsistent tensor behind: obj" in done.stdout
-    assert "shape (3, 3)" in done.stdout
-    assert "36 bytes needed, the storage holds 0" in done.stdout
-    assert "fails_for_another_reason - KeyError" in done.stdout
+    _, printed = sessions["default"]
+    assert "torchguard: installed resize\n" in printed
+    assert failed(printed) == ["fails_for_another_reason", "leaves_it_behind", "out"]
+    assert "torchguard: the test leaves an inconsistent tensor behind: obj" in printed
+    assert "shape (3, 3)" in printed
+    assert "36 bytes needed, the storage holds 0" in printed
+    assert "fails_for_another_reason - KeyError" in printed
 
 
-def test_named(run: Run) -> None:
+def test_named(sessions: Sessions) -> None:
     """--torchguard=NAMES installs those guards; --torchguard-overlap one that raises."""
-    done = run("--torchguard=resize, out", "--torchguard-overlap")
-    assert "torchguard: installed resize, out, overlap" in done.stdout
-    assert failed(done) == ["fails_for_another_reason", "leaves_it_behind", "shifts"]
-    assert "FAILED test_it.py::test_shifts - torchguard" in done.stdout, done.stdout
+    _, printed = sessions["named"]
+    assert "torchguard: installed resize, out, overlap" in printed
+    assert failed(printed) == ["fails_for_another_reason", "leaves_it_behind", "shifts"]
+    assert "FAILED test_it.py::test_shifts - torchguard" in printed, printed
     alone = ["fails_for_another_reason", "leaves_it_behind", "out", "resize", "shifts"]
-    assert failed(run("--torchguard-overlap")) == alone
+    assert failed(sessions["overlap"][1]) == alone
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--torchguard=resise"], "'resise'"),
-        (["--torchguard", "test_it.py"], "write --torchguard=resize test_it.py"),
-    ],
+    ("name", "message"),
+    [("misspelled", "'resise'"), ("a path", "write --torchguard=resize test_it.py")],
 )
-def test_no_guard(run: Run, options: list[str], message: str) -> None:
+def test_no_guard(sessions: Sessions, name: str, message: str) -> None:
     """A guard that does not exist is a usage error, which says so when it was a path."""
-    done = run(*options)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--torchguard: " in done.stderr
-    assert message in done.stderr
-    assert "resize" in done.stderr
+    code, printed = sessions[name]
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "--torchguard: " in printed
+    assert message in printed
+    assert "resize" in printed

@@ -310,6 +310,11 @@ def bits(value: Any) -> Any:
     return value if not isinstance(value, float) else value.hex()
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the bits of a model and of the state of its optimizer."""
+    return bits([model.state_dict(), optimizer.state_dict()["state"]])
+
+
 def differences(found: State, *expected: State) -> list[str]:
     """Return the names of what equals none of the expected states."""
     names = [name for name in found if all(found[name] != each.get(name) for each in expected)]

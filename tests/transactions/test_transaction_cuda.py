@@ -11,7 +11,7 @@ from torch import nn
 import torchguard
 from support.fault_injection import count, nothing, transaction
 from support.gpu import MIB, each_device, little_memory, out_of_memory
-from support.small_training import Case, bits
+from support.small_training import Case, everything
 
 # B batch, F features
 B, F = 8, 4
@@ -92,13 +92,13 @@ def test_a_fused_step_is_skipped_without_waiting_for_the_gpu(name: str, scale: f
             optimizer.zero_grad()
 
     train(1.0)
-    before = bits([model.state_dict(), optimizer.state_dict()["state"]])
+    before = everything(model, optimizer)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         train(scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    after = bits([model.state_dict(), optimizer.state_dict()["state"]])
+    after = everything(model, optimizer)
     assert (after == before) == (scale != 1.0)
     assert step.stats().skipped == (scale != 1.0)

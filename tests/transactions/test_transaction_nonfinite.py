@@ -12,7 +12,7 @@ from torch import nn
 
 import torchguard
 from support.modes import DispatchMode
-from support.small_training import bits
+from support.small_training import everything
 from support.training import Failure, fail
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -40,10 +40,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any, *scales
             if number == len(scales or (1.0,)) - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return bits([model.state_dict(), optimizer.state_dict()["state"]])
 
 
 OTHERS = itertools.product(("NAdam", "RMSprop", "AdamW"), ({"foreach": True}, {"foreach": False}))

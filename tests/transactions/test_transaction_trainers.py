@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchguard
-from support.small_training import bits
+from support.small_training import everything
 
 
 def network() -> nn.Module:
@@ -31,10 +31,6 @@ def failing_loss(model: nn.Module, at: int | None) -> Any:
         return loss
 
     return loss_of
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return bits([dict(model.state_dict()), optimizer.state_dict()["state"]])
 
 
 def test_accelerate() -> None:

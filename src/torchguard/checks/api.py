@@ -86,10 +86,10 @@ def _overlays() -> tuple[patch.Overlay, ...]:
 
 @functools.cache
 def _overlays_of_dynamo() -> tuple[patch.Overlay, ...]:
-    found: list[AttributeOverlay] = []
+    makes = {CALLBACK_OF_CALL: _other_key, CALL_USER_COMPILER: _with_checks}
     with contextlib.suppress(AttributeError):  # a Dynamo that is built differently
-        found = overlays_by_owner({CALLBACK_OF_CALL: _other_key, CALL_USER_COMPILER: _with_checks})
-    return tuple(found)
+        return tuple(overlays_by_owner(makes))
+    return ()
 
 
 def _wanted() -> Iterator[patch.Overlay]:
@@ -114,12 +114,10 @@ def _check_indices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse sparse tensors with indices out of range, which torch's kernels trust."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        scope = current()
-        if scope is None:
-            return original(*args, **kwargs)
-        result = original(*args, **kwargs)
-        with computing_unseen((result,)):
-            _check_compressed(scope, original.__name__, result)
+        scope, result = current(), original(*args, **kwargs)
+        if scope is not None:
+            with computing_unseen((result,)):
+                _check_compressed(scope, original.__name__, result)
         return result
 
     return function
@@ -141,7 +139,7 @@ def _check_compressed(scope: Scope, function: str, result: torch.Tensor) -> None
         ("steps of the pointers", pointers.diff(), plain.size(-1)),
     ):
         site = check.Site(function, argument, "index", 0, high)
-        check.checked_value(scope, site, values.cpu(), lambda: None)
+        check.checked_value(scope, site, values.cpu())
 
 
 def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -326,15 +324,15 @@ def replacements() -> Mapping[str, patch.Make]:
 
 def changed() -> None:
     """Check the whole process, or stop with it."""
-    installed, scope = patch.patched(INSTALLED), check.process_scope()
-    if installed and scope is None:
-        check.process_scope(Scope("step"))
+    installed = patch.patched(INSTALLED)
+    if installed and not check.of_process:
+        check.of_process.append(Scope("step"))
         _begin()
-    elif not installed and scope is not None:
+    elif check.of_process and not installed:
         try:
-            scope.flags.read()
+            check.of_process[0].flags.read()
         finally:
-            check.process_scope(end=True)
+            check.of_process.clear()
             _end()
 
 

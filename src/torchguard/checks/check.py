@@ -131,7 +131,8 @@ class Scope:
 _innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
     "torchguard.checks", default=None
 )
-_process: list[Scope] = []
+of_process: list[Scope] = []
+"""The scope of the whole process, while ``install("checks")`` stands."""
 
 
 def current() -> Scope | None:
@@ -140,7 +141,7 @@ def current() -> Scope | None:
     while scope and not scope.open:  # of a task that was started in it and goes on
         scope = scope.around
     if scope is None:
-        return _process[0] if _process else None
+        return of_process[0] if of_process else None
     return scope or None
 
 
@@ -152,9 +153,9 @@ def enter(scope: Scope | Literal[False] | None) -> Any:
 
 
 def innermost_of(scopes: Sequence[Scope]) -> Scope | None:
-    """Return the innermost of these that this thread or task is in."""
+    """Return the innermost of these open scopes that this thread or task is in."""
     inner = _innermost.get()
-    while inner and not (inner.open and inner in scopes):
+    while inner and inner not in scopes:
         inner = inner.around
     return inner or None
 
@@ -168,13 +169,6 @@ def leave(scope: Scope) -> None:
     _innermost.set(inner)
 
 
-def process_scope(scope: Scope | None = None, *, end: bool = False) -> Scope | None:
-    """Set the scope of the process to ``scope``, or ``end`` it; return the one that is set."""
-    if scope is not None or end:
-        _process[:] = [] if scope is None else [scope]
-    return _process[0] if _process else None
-
-
 def is_on_cpu(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be read without waiting for a device."""
     return tensor.device.type == "cpu"
@@ -183,9 +177,12 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 # ---- one argument ----
 
 
-def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], Any]) -> Any:
+def checked_value(
+    scope: Scope, site: Site, values: Any, unread: Callable[[], Any] | None = None
+) -> Any:
     """Return what to call the function with, the same object where the values were read.
 
+    ``unread`` makes the mask of what is never read.
     Raises one of ``_ERRORS`` where they were and are out of range.
     """
     if not isinstance(values, torch.Tensor):
@@ -193,13 +190,13 @@ def checked_value(scope: Scope, site: Site, values: Any, unread: Callable[[], An
     elif is_on_cpu(values):
         read = values
     else:
-        return _noted(scope, site._replace(line=user_line()), values, unread())
+        return _noted(scope, site._replace(line=user_line()), values, unread and unread())
     if not read.numel():
         return values
     smallest, largest = torch.aminmax(looked_at(site, read, None))
     if site.allows(smallest.item(), largest.item()):
         return values
-    mask = unread()
+    mask = unread and unread()
     if mask is not None:
         smallest, largest = torch.aminmax(looked_at(site, read, mask))
         if site.allows(smallest.item(), largest.item()):
@@ -319,15 +316,11 @@ def _checked(
         allowed = _allowed(check, given)
         if allowed is not None:
             site = Site(name, check.argument, check.kind, *allowed)
-            mask = check.unread and functools.partial(check.unread, given, given)
-            value = checked_value(scope, site, values, mask or _nothing)
+            unread = check.unread and functools.partial(check.unread, given, given)
+            value = checked_value(scope, site, values, unread)
             if value is not values:
                 new[check.argument] = value
     return rebound(row, args, kwargs, new) if new else (args, kwargs)
-
-
-def _nothing() -> None:
-    """All values are read."""
 
 
 def call_outside(

@@ -44,7 +44,6 @@ from torchguard.checks.table import ROWS, Check, Row
 _GETITEM = Row(("x[index]",), ("input", "index"), ())
 _SETITEM = Row(("x[index] = ...",), ("input", "index", "value"), ())
 _INDEX_PUT = Row(("index_put",), ("input", "indices", "values"), ())
-_INDEXING = (_GETITEM, _SETITEM, _INDEX_PUT)
 _OPERATORS = {
     operator.floordiv: "floor_divide",
     operator.ifloordiv: "floor_divide",
@@ -128,7 +127,7 @@ class _Call:
     def check(self) -> None:
         """Check what can be checked; the node is then called with what is in range."""
         new: dict[str, Any] = {}
-        if self._row in _INDEXING:
+        if not self._row.checks:  # x[index], x[index] = v, index_put
             name = self._row.parameters[1]
             new[name] = self._indices(self._given.get(name))
         else:

@@ -79,8 +79,8 @@ def _along(given: Given, sizes: Sizes, *, wraps: bool = False, flat: bool = Fals
     return (-size if wraps else 0), size - 1
 
 
-def _from_zero(_: Given, __: Sizes) -> Range:
-    return 0, None
+def _always(low: Any, high: Any) -> Callable[[Given, Sizes], Range]:
+    return lambda *_: (low, high)
 
 
 def _classes(given: Given, sizes: Sizes) -> Range:
@@ -90,10 +90,6 @@ def _classes(given: Given, sizes: Sizes) -> Range:
 def _one_hot(given: Given, _: Sizes) -> Range:
     count = given.get("num_classes", -1)
     return 0, (count - 1 if type(count) is int and count > 0 else None)
-
-
-def _unit(_: Given, __: Sizes) -> Range:
-    return 0.0, 1.0
 
 
 def _soft_labels(_: Given, __: Sizes) -> Range | None:
@@ -196,13 +192,13 @@ def _beyond_length(given: Given, fakes: Given) -> Any:
 _INDEX = Check("index", _along)
 _LABELS = Check("target", _classes, unread=_ignored)
 _PROBABILITIES = (
-    Check("input", _unit, kind="value"),
+    Check("input", _always(0.0, 1.0), kind="value"),
     Check("target", _soft_labels, kind="value"),
 )
 _CTC = (
     Check("targets", _below("log_probs", -1), unread=_beyond_length),
     Check("input_lengths", lambda _, sizes: (0, sizes("log_probs", 0))),
-    Check("target_lengths", _from_zero),
+    Check("target_lengths", _always(0, None)),
 )
 _BAG = (
     Check("indices", _below("weight"), unread=_past_last_offset),
@@ -245,11 +241,11 @@ ROWS = (
     _row("take_along_dim", "input indices dim", Check("indices", _take_along)),
     _row("take put", "input index source", Check("index", _wrapping("input"))),
     _row("multinomial", "input num_samples", Check("input", _finite, kind="value")),
-    _row("bincount", "input weights minlength", Check("input", _from_zero)),
+    _row("bincount", "input weights minlength", Check("input", _always(0, None))),
     _row(
         "repeat_interleave",
         "input repeats dim",
-        Check("repeats", _from_zero),
+        Check("repeats", _always(0, None)),
         Check("input", _repeats),
     ),
     _row("floor_divide remainder fmod __mod__ __ifloordiv__ __imod__", "input other", _DIVISOR),

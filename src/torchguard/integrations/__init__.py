@@ -18,21 +18,23 @@ class HasStatistics(Protocol):
 
 
 class Session:
-    """Guards that are on from :meth:`start` to :meth:`stop`, and buckets to report on by name."""
+    """Guards that are on from ``_start`` to ``_stop``, and buckets to log by name."""
 
     def __init__(
         self,
         guards: GuardName | Iterable[GuardName] = "resize",
+        *,
         buckets: Mapping[str, HasStatistics] | None = None,
     ) -> None:
-        self.guards = (guards,) if isinstance(guards, str) else tuple(guards)
+        super().__init__()
+        self._guards = (guards,) if isinstance(guards, str) else tuple(guards)
         if not isinstance(buckets, (Mapping, type(None))):
             raise TypeError(
                 f"GuardCallback: buckets is of type {type(buckets).__name__}, expected {{name: "
                 "what bucketed() made}"
             )
-        self.buckets = dict(buckets or {})
-        for name, each in self.buckets.items():
+        self._buckets = dict(buckets or {})
+        for name, each in self._buckets.items():
             if not callable(getattr(each, "stats", None)):
                 raise TypeError(
                     f"GuardCallback: buckets[{name!r}] is of type {type(each).__name__}, which "
@@ -40,25 +42,25 @@ class Session:
                 )
         self._installation: Installation | None = None
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Install the guards; starting twice is starting once."""
         if self._installation is None:
-            self._installation = torchguard.install(*self.guards)
+            self._installation = torchguard.install(*self._guards)
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Let go of the guards."""
         if self._installation is not None:
             self._installation.uninstall()
             self._installation = None
 
-    def check(self, *objects: object) -> None:
+    def _check(self, *objects: object) -> None:
         """Raise if a checkpoint of these would be garbage: a shape is not backed by memory."""
         torchguard.check_consistent([each for each in objects if each is not None])
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         """Return the numbers to log: calls, waste, graphs and compile time of each."""
         found: dict[str, float] = {}
-        for name, bucketed in self.buckets.items():
+        for name, bucketed in self._buckets.items():
             for key, value in bucketed.stats().as_dict().items():
                 # A logger draws curves of numbers; the rest is lists and texts.
                 if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from torchguard.integrations import HasStatistics, Session
-from torchguard.patching.guards import GuardName
+from torchguard.integrations import Session
 
 __all__ = ["GuardCallback"]
 
 
-class GuardCallback(Callback):
+class GuardCallback(Session, Callback):
     """Guards on while the trainer runs, tensors checked before each checkpoint, buckets logged.
 
     Equals no callback at all, as long as nothing fails.
@@ -28,35 +26,26 @@ class GuardCallback(Callback):
             moment of an optimizer has a shape that its memory does not back.
     """
 
-    def __init__(
-        self,
-        guards: GuardName | Iterable[GuardName] = "resize",
-        *,
-        buckets: Mapping[str, HasStatistics] | None = None,
-    ) -> None:
-        super().__init__()
-        self._session = Session(guards, buckets)
-
     def setup(self, *_: object, **__: object) -> None:
         """Install."""
-        self._session.start()
+        self._start()
 
     def teardown(self, *_: object, **__: object) -> None:
         """Uninstall."""
-        self._session.stop()
+        self._stop()
 
     def on_exception(self, *_: object, **__: object) -> None:
         """Uninstall: after an exception there is no ``teardown``."""
         # Its _interrupt() calls this hook and then tears the trainer down, not its callbacks:
         # https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/trainer/call.py
-        self._session.stop()
+        self._stop()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Check what is about to be written."""
         del checkpoint
-        self._session.check(pl_module, *trainer.optimizers)
+        self._check(pl_module, *trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -66,6 +55,6 @@ class GuardCallback(Callback):
         # To the loggers themselves: self.log() averages over an epoch what are counters, and
         # refuses names that come up later.
         every = getattr(trainer, "log_every_n_steps", 50)
-        if self._session.buckets and (batch_idx + 1) % every == 0:
+        if self._buckets and (batch_idx + 1) % every == 0:
             for logger in trainer.loggers:
-                logger.log_metrics(self._session.metrics(), step=trainer.global_step)
+                logger.log_metrics(self._metrics(), step=trainer.global_step)

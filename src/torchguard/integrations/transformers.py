@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import Self
 
-from torchguard.integrations import HasStatistics, Session
-from torchguard.patching.guards import GuardName
+from torchguard.integrations import Session
 
 __all__ = ["GuardCallback"]
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(Session, TrainerCallback):
     """Guards on while the trainer trains, tensors checked before each checkpoint, buckets logged.
 
     Equals no callback at all, as long as nothing fails. Use ``GuardCallback().attach(trainer)``:
@@ -32,14 +30,6 @@ class GuardCallback(TrainerCallback):
             moment of the optimizer has a shape that its memory does not back.
     """
 
-    def __init__(
-        self,
-        guards: GuardName | Iterable[GuardName] = "resize",
-        *,
-        buckets: Mapping[str, HasStatistics] | None = None,
-    ) -> None:
-        self._session = Session(guards, buckets)
-
     def attach(self, trainer: Trainer) -> Self:
         """Add this to a trainer, behind what controls the flow and before what reports."""
         # The handler calls its list in order. DefaultFlowCallback stands first and sets
@@ -50,11 +40,11 @@ class GuardCallback(TrainerCallback):
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Install."""
-        self._session.start()
+        self._start()
 
     def on_train_end(self, *_: object, **__: object) -> None:
         """Uninstall."""
-        self._session.stop()
+        self._stop()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,7 +52,7 @@ class GuardCallback(TrainerCallback):
         """Check what is about to be written."""
         del args, state
         if control.should_save:
-            self._session.check(kwargs.get("model"), kwargs.get("optimizer"))
+            self._check(kwargs.get("model"), kwargs.get("optimizer"))
 
     on_epoch_end = on_step_end
 
@@ -77,7 +67,7 @@ class GuardCallback(TrainerCallback):
         """Add the buckets to what is logged."""
         del args, control, kwargs
         # Trainer.log() has appended a copy of `logs` to the history before it calls this.
-        metrics = self._session.metrics()
+        metrics = self._metrics()
         if logs is not None:
             logs.update(metrics)
         if state.log_history:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import torch
@@ -96,8 +96,28 @@ def transaction(
             "transaction: optimizer is missing, expected transaction(model, optimizer): "
             "step = torchguard.transaction(model, optimizer)"
         )
-    models = _several(model, nn.Module, "model")
-    optimizers = [_innermost(each) for each in _several(optimizer, Optimizer, "optimizer")]
+    models = _several(
+        "model", model, lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"
+    )
+    optimizers = _several(
+        "optimizer",
+        optimizer,
+        lambda o: isinstance(o, Optimizer),
+        "a torch Optimizer or a list of them",
+    )
+    optimizers = [_innermost(each) for each in optimizers]
+    scalers = _several(
+        "scaler",
+        scaler,
+        lambda each: hasattr(each, "unscale_"),
+        "a torch.amp.GradScaler; a scheduler goes by its name: scheduler=",
+    )
+    schedulers = _several(
+        "scheduler",
+        scheduler,
+        lambda each: hasattr(each, "step"),
+        "a scheduler of torch.optim.lr_scheduler",
+    )
     if undo not in get_args(Undo):
         raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
     for each in models:
@@ -114,17 +134,21 @@ def transaction(
                 f"transaction: {type(each).__name__} has no parameter of the model, whose step it "
                 "would be: make it from model.parameters(), after the model was replaced or moved"
             )
-    _require("scaler", _several(scaler), "unscale_", "a torch.amp.GradScaler")
     if skip_nonfinite and scaler is not None and scaler.is_enabled():
         raise ValueError(
             "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
             "leave one of them out"
         )
-    schedulers = _several(scheduler)
-    _require("scheduler", schedulers, "step", "a scheduler of torch.optim.lr_scheduler")
-    others = [*_several(scaler), *schedulers]
+    also = _several(
+        "also",
+        also,
+        _can_be_saved,
+        "a tensor, a module, a torch.Generator or an object with state_dict() and "
+        "load_state_dict(), or a list of them",
+    )
+    others = (*scalers, *schedulers)
     return Transaction(
-        TrainingState(tuple(models), tuple(optimizers), tuple(others), tuple(_saved(also))),
+        TrainingState(tuple(models), tuple(optimizers), others, tuple(also)),
         undo=undo,
         scaler=scaler,
         schedulers=schedulers,
@@ -133,41 +157,18 @@ def transaction(
     )
 
 
-def _several(value: Any, kind: Any = object, name: str = "") -> list[Any]:
+def _several(name: str, value: Any, is_one: Callable[[Any], bool], expected: str) -> list[Any]:
+    """Return one of a kind, or several in any iterable, as a list; None is none."""
     if value is None:
         return []
-    several = (list, tuple, set) if kind is object else Iterable
-    # A Sequential is both a module and an iterable of modules: it is one.
-    one = not isinstance(value, several) or (kind is not object and isinstance(value, kind))
-    values = [value] if one else list(value)
+    # A Sequential is an iterable of modules, and a tensor one of its rows: each is one.
+    several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+    values = list(value) if several and not is_one(value) else [value]
     for each in values:
-        if not isinstance(each, kind):
-            raise TypeError(
-                f"transaction: {name} is of type {type(each).__name__}, expected a torch "
-                f"{kind.__name__} or a list of them"
-            )
+        if not is_one(each):
+            found = f"has {each!r}" if name == "also" else f"is of type {type(each).__name__}"
+            raise TypeError(f"transaction: {name} {found}, expected {expected}")
     return values
-
-
-def _require(name: str, values: Iterable[Any], method: str, expected: str) -> None:
-    """Refuse what is no scaler or scheduler, by the method that a step calls."""
-    for value in values:
-        if not hasattr(value, method):
-            found = f"{name} is of type {type(value).__name__}"
-            hint = "; a scheduler goes by its name: scheduler=" if hasattr(value, "step") else ""
-            raise TypeError(f"transaction: {found}, expected {expected}{hint}")
-
-
-def _saved(also: Any) -> list[Any]:
-    """Return what ``also=`` names as a list: one is one, a tensor is not its rows."""
-    several = [also] if _can_be_saved(also) or not isinstance(also, Iterable) else list(also)
-    for each in several:
-        if not _can_be_saved(each):
-            raise TypeError(
-                f"transaction: also has {each!r}, expected a tensor, a module, a torch.Generator "
-                "or an object with state_dict() and load_state_dict(), or a list of them"
-            )
-    return several
 
 
 def _can_be_saved(each: Any) -> bool:

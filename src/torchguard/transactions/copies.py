@@ -36,13 +36,8 @@ class Copies:
     """Copies of tensors' elements, made in bulk: on their device, or on the host if it is full."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.plain: list[Tensor] = []
-        self.others: list[Snapshot] = []
-        for tensor in {id(each): each for each in tensors}.values():
-            if is_plain(tensor):
-                self.plain.append(tensor)
-            else:
-                self.others.append(capture(tensor, data=True))
+        self.plain, others = parted(tensors, is_plain)
+        self.others = [capture(each, data=True) for each in others]
         self.versions = versions_of(self.plain)
         self.copies = call_unseen(_copied, self.plain)
 
@@ -66,6 +61,16 @@ def _copied(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copy_all(copies, tensors)
     return copies
+
+
+def parted(
+    tensors: Iterable[Tensor], condition: Callable[[Tensor], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those that fulfil a condition, and the others; each tensor once."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in {id(each): each for each in tensors}.values():
+        parts[0 if condition(tensor) else 1].append(tensor)
+    return parts
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -100,11 +105,29 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 # --- dicts, lists and sets -------------------------------------------------------------------
 
 
+_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
+
+
+def _has_attributes(node: Any) -> bool:
+    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
+
+
+def _has_state(node: Any) -> bool:
+    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
+    """
+    return _has_attributes(node) and (
+        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
+    )
+
+
 class Containers:
     """Shallow copies of the dicts and lists that objects hold, and copies of the tensors in them.
 
-    Goes into dicts, lists and tuples, not into sets, modules and optimizers. ``into`` says of
-    other objects whether to go into their attributes: by default into schedulers and schedules.
+    Goes into dicts, lists, tuples and sets, not into modules and optimizers. ``into`` says of other
+    objects whether to go into their attributes: by default into schedulers and schedules.
     """
 
     def __init__(
@@ -112,19 +135,18 @@ class Containers:
         roots: Iterable[Any],
         *,
         skip: Iterable[Any] = (),
-        into: Callable[[Any], bool] | None = None,
+        into: Callable[[Any], bool] = _has_state,
     ) -> None:
-        self._into = _has_state if into is None else into
+        self._into = into
         self.copies: list[tuple[Any, Any]] = []
         self.tensors: list[Snapshot] = []
         seen = set(map(id, skip))
         waiting = deque(roots)
         while waiting:
             node = waiting.popleft()
-            if type(node) in _ATOMS or id(node) in seen:
-                continue
-            seen.add(id(node))
-            waiting.extend(self._children(node))
+            if type(node) not in _ATOMS and id(node) not in seen:
+                seen.add(id(node))
+                waiting.extend(self._children(node))
 
     def _children(self, node: Any) -> Iterable[Any]:
         if isinstance(node, Tensor):
@@ -137,6 +159,7 @@ class Containers:
             return node
         elif isinstance(node, set):
             self.copies.append((node, set(node)))
+            return node
         elif isinstance(node, np.ndarray) and node.flags.writeable:
             self.copies.append((node, node.copy()))
         elif isinstance(node, torch.Generator):
@@ -161,24 +184,6 @@ class Containers:
             restore_container(container, before)
         for saved in self.tensors:
             saved.restore()
-
-
-_ATOMS = {int, float, bool, str, bytes, type(None), complex}
-_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
-
-
-def _has_attributes(node: Any) -> bool:
-    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
-
-
-def _has_state(node: Any) -> bool:
-    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
-
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
-    """
-    return _has_attributes(node) and (
-        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
-    )
 
 
 def restore_container(container: Any, before: Any) -> None:
@@ -222,7 +227,7 @@ def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
 # --- optimizers ------------------------------------------------------------------------------
 
 
-class StateContainers:
+class StateContainers(Containers):
     """The dicts of an optimizer's state, each with a shallow copy, and what else is in it.
 
     torch's optimizers keep a dict of tensors and numbers for each parameter. Others keep a tensor
@@ -240,32 +245,27 @@ class StateContainers:
         # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
         # may be two objects; tensors are never compared by their elements.
         self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
-        self.copies: list[tuple[Any, Any]] = [(state, dict(state))]
-        self.copies += zip(self._entries, self._entry_copies, strict=True)
         inside = [*values, *chain.from_iterable(map(dict.values, self._entry_copies))]
-        # Tensors are copied with the parameters, in bulk; a dict of the state is copied above.
-        self._others = Containers(
+        # Tensors are copied with the parameters, in bulk; a dict of the state below.
+        super().__init__(
             [each for each in inside if type(each) not in _ATOMS and not isinstance(each, Tensor)],
             skip=self._entries,
             into=_has_attributes,  # what state_dict() copies is data, whatever its class
         )
-        is_nested = self._others.copies or self._others.tensors
+        is_nested = self.copies or self.tensors
         self._is_plain = not is_nested and len(values) == len(self._entries)
+        self._state = state
+        self.copies.append((state, dict(state)))
+        self.copies += zip(self._entries, self._entry_copies, strict=True)
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
         return (
             self._is_plain
-            and optimizer.state is self.copies[0][0]
+            and optimizer.state is self._state
             and same_objects(list(optimizer.state.values()), self._entries)
             and self._same_values(self._entries, self._entry_copies)
         )
-
-    def restore(self) -> None:
-        """Let the dicts hold what they held."""
-        for container, before in self.copies:
-            restore_container(container, before)
-        self._others.restore()
 
 
 _last_state: weakref.WeakKeyDictionary[Optimizer, StateContainers] = weakref.WeakKeyDictionary()
@@ -284,39 +284,28 @@ class OptimizerSnapshot:
     """An optimizer's attributes, options and the keys of its state, without the moments."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.attributes = dict(vars(optimizer))
         self.state = state_of(optimizer)
         groups = optimizer.param_groups
-        self._containers: list[tuple[Any, Any]] = [(groups, groups.copy())]
-        # Hooks among them, and the defaults of the options; the state has a copy of its own.
-        options: list[Any] = [
-            value
-            for name, value in self.attributes.items()
-            if type(value) not in _ATOMS and name not in {"state", "param_groups"}
-        ]
-        for group in groups:
-            parameters = group["params"]
-            self._containers += [(group, group.copy()), (parameters, parameters.copy())]
-            options += [each for each in group.values() if type(each) not in _ATOMS]
+        parameters = [group["params"] for group in groups]
+        options = [each for group in groups for each in group.values() if type(each) not in _ATOMS]
         # Among the attributes may be a logger: what is of another package stays as it is.
         package = type(optimizer).__module__.partition(".")[0]
-        self._options = Containers(
-            options,
-            skip=[group["params"] for group in groups],
+        self._containers = Containers(
+            [vars(optimizer), *options],
+            skip=[optimizer.state, groups, *parameters],
             into=lambda node: (
                 _has_state(node)
                 or (type(node).__module__.partition(".")[0] == package and _has_attributes(node))
             ),
         )
+        self.attributes: dict[str, Any] = self._containers.copies[0][1]
+        held = (groups, *groups, *parameters)
+        self._containers.copies += [(each, each.copy()) for each in held]
 
     def restore(self) -> None:
         """Put them back."""
-        restore_container(vars(self.optimizer), self.attributes)
-        for container, before in self._containers:
-            restore_container(container, before)
+        self._containers.restore()
         self.state.restore()
-        self._options.restore()
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
@@ -342,19 +331,19 @@ def undos_of(items: Sequence[Any], *, buffers: bool = False) -> list[Callable[[]
 
     Of modules the parameters; with ``buffers`` those too, which a snapshot copies with the others.
     """
-    tensors = [each for each in items if isinstance(each, Tensor)]
-    for module in items:
-        if isinstance(module, nn.Module):
-            tensors += [*module.parameters(), *(module.buffers() if buffers else ())]
-    undos: list[Callable[[], Any]] = [Copies(tensors).restore] if tensors else []
+    tensors: list[Tensor] = []
+    undos: list[Callable[[], Any]] = []
     for each in items:
-        if isinstance(each, torch.Generator):
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, nn.Module):
+            tensors += [*each.parameters(), *(each.buffers() if buffers else ())]
+        elif isinstance(each, torch.Generator):
             undos.append(partial(each.set_state, each.get_state()))
-        elif not isinstance(each, (Tensor, nn.Module)):
-            undos.append(
-                partial(each.load_state_dict, call_unseen(_copied_tree, each.state_dict()))
-            )
-    return undos
+        else:
+            state = call_unseen(_copied_tree, each.state_dict())
+            undos.append(partial(each.load_state_dict, state))
+    return [Copies(tensors).restore, *undos] if tensors else undos
 
 
 def _copied_tree(tree: Any) -> Any:

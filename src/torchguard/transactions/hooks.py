@@ -196,8 +196,9 @@ def _prepare(optimizer: Optimizer, *, with_closure: bool) -> OptimizerStep | Non
         return OptimizerStep(optimizer, copies=False, in_one_call=True)
     if optimizer not in _may_copy:
         _may_copy[optimizer] = _there_is_room(optimizer)
-    may_copy = _may_copy[optimizer]
-    return OptimizerStep(optimizer, copies=True, in_one_call=False) if may_copy else None
+    if not _may_copy[optimizer]:
+        return None
+    return OptimizerStep(optimizer, copies=True, in_one_call=False)
 
 
 def _there_is_room(optimizer: Optimizer) -> bool:
@@ -305,7 +306,10 @@ def _fit(lists: _Lists, in_float: bool) -> list[_Fitted]:
         if not parameter.is_cpu or has_own_dispatch(parameter):  # a fake tensor has no memory
             continue
         dtype = torch.float32 if in_float and parameter.dtype in _HALF else None
-        all_of_it = dtype is not None or not _is_dense(parameter)
+        # empty_like() keeps the strides of what lies without gaps or sharing; on a CPU it fills its
+        # memory if torch.utils.deterministic says so.
+        dense = _order(torch.empty_like(parameter, device="meta"))
+        all_of_it = dtype is not None or dense != _order(parameter)
         for number, tensors in enumerate(lists):
             tensor = tensors[place] if place < len(tensors) else None
             if tensor is None or tensor.shape != parameter.shape:
@@ -355,14 +359,3 @@ def _keep_dtype(parameters: list[Tensor], buffers: list[Any]) -> None:
 def _order(tensor: Tensor) -> list[int]:
     """Return the strides that say where elements lie: those of dims that have more than one."""
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie one after the other in some order, without gaps or sharing."""
-    expected = 1
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    for step, size in sorted((step, size) for step, size in steps if size != 1):
-        if step != expected and tensor.numel():
-            return False
-        expected *= size
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -80,10 +81,8 @@ class OptimizerStep:
         self._counts: bool | None = None
         self.copies: Copies | None = None
         """Of parameters and state: with them the step can be undone even after it went through."""
-        self._own: OptimizerSnapshot | None = None
+        self._own = None if is_of_torch(optimizer) else OptimizerSnapshot(optimizer)
         """Of an optimizer that is not torch's: its step may change its attributes and groups."""
-        if not is_of_torch(optimizer):
-            self._own = OptimizerSnapshot(optimizer)
         if copies:
             self._state = state_of(optimizer)
             written = [each for group in optimizer.param_groups for each in group["params"]]
@@ -247,14 +246,22 @@ class AtCommit:
         # A scheduler that went back alone would set an lr again that it has set.
         self._loads = {id(each): undos_of([each]) for each in also}
         others = [each for each in training.also if id(each) not in self._loads]
-        self.also = undos_of(others, buffers=True)
+        self._also = undos_of(others, buffers=True)
 
-    def put_back_what_raised(self, exception: BaseException | None) -> list[str]:
-        """Put each scheduler back that an exception went through; return notes."""
+    def put_back(self, exception: BaseException | None) -> list[str]:
+        """Put each scheduler back that an exception went through, and the rest; return notes."""
         raised = [each for each in self.schedulers if _raised_inside(exception, each)]
         for each in raised:
             self._put_back(each)
-        return [f"{type(each).__name__} is as it was before its step()" for each in raised]
+        notes = [f"{type(each).__name__} is as it was before its step()" for each in raised]
+        for undo in self._also:
+            undo()
+        if self._also:
+            notes.append(
+                "what also= names, schedulers apart, is as it was when the last optimizer had "
+                "stepped"
+            )
+        return notes
 
     def _put_back(self, scheduler: Any) -> None:
         """Put a scheduler and its lr back, but for an lr that another one has set meanwhile."""
@@ -303,13 +310,7 @@ def finish_step(
             containers = None if at_commit is None else at_commit.others[id(other)]
             notes.append(_finish_scaler(other, containers))
     if at_commit is not None:
-        notes += at_commit.put_back_what_raised(exception)
-    if at_commit is not None and at_commit.also:
-        for undo in at_commit.also:
-            undo()
-        notes.append(
-            "what also= names, schedulers apart, is as it was when the last optimizer had stepped"
-        )
+        notes += at_commit.put_back(exception)
     if exception is not None:
         add_note(exception, "; ".join(notes))
 
@@ -330,16 +331,23 @@ def _finish_scaler(scaler: Any, at_commit: Containers | None) -> str:
 
 def _raised_inside(exception: BaseException | None, owner: Any) -> bool:
     """Whether an exception, or one that it came of, went through a method of an object."""
-    seen: set[int] = set()
-    while exception is not None and id(exception) not in seen:
-        seen.add(id(exception))
-        traceback = exception.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_locals.get("self") is owner:
-                return True
-            traceback = traceback.tb_next
-        exception = exception.__cause__ or exception.__context__
-    return False
+    return any(
+        frame.f_locals.get("self") is owner
+        for each in with_causes(exception)
+        for frame, _ in traceback.walk_tb(each.__traceback__)
+    )
+
+
+def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
+    """Return an exception and all that it came of."""
+    found: dict[int, BaseException] = {}
+    waiting = [exception]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            waiting += [each.__cause__, each.__context__]
+    return found.values()
 
 
 def add_note(exception: BaseException, note: str) -> None:
@@ -378,9 +386,8 @@ class NonfiniteGate:
         self.loss: Tensor | None = None
         """Where it is not finite, the steps of this block are skipped, whatever the gradients."""
         self._found: Tensor | None = None
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        self.called_without_gradients = False
-        """Whether the host has read that the step is skipped, and it is called all the same."""
+        self.taken_away: list[tuple[Tensor, Tensor]] = []
+        """Parameters and their gradients, if the host has read that the step is skipped."""
         self._totals: dict[torch.device, Tensor] = {}
 
     @property
@@ -399,10 +406,9 @@ class NonfiniteGate:
         elif bool(self._found):  # the host read
             # A parameter without a gradient is left alone by every optimizer of PyTorch.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-            for parameter, _ in self._gradients:
+            self.taken_away = [(p, p.grad) for p in parameters if p.grad is not None]
+            for parameter, _ in self.taken_away:
                 parameter.grad = None
-            self.called_without_gradients = True
 
     def before_or_in_closure(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -445,13 +451,12 @@ class NonfiniteGate:
 
     def restore_gradients(self) -> None:
         """Let parameters have the gradients that :meth:`before` took away for a step."""
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in self.taken_away:
             parameter.grad = gradient
-        self._gradients = []
+        self.taken_away = []
 
     def _end(self, optimizer: Optimizer) -> None:
         self.restore_gradients()
-        self.called_without_gradients = False
         if self._found is not None and vars(optimizer).get("found_inf") is self._found:
             del optimizer.found_inf  # type: ignore[attr-defined]
         self._found = None
@@ -464,12 +469,9 @@ def _nonfinite(optimizer: Optimizer, loss: Tensor | None) -> Tensor | None:
     squares does, and a NaN stays a NaN.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    present = [
-        each.coalesce().values() if each.is_sparse else each
-        for each in gradients
-        if each is not None
-    ]
-    with_elements = [each for each in present if each.numel() > 0]  # no elements, no norm
+    present = [each for each in gradients if each is not None]
+    values = [each.coalesce().values() if each.is_sparse else each for each in present]
+    with_elements = [each for each in values if each.numel() > 0]  # no elements, no norm
     if not with_elements:
         return None
     largest = torch.nn.utils.get_total_norm(with_elements, float("inf"))

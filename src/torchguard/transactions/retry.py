@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
 from torchguard.errors import UnrecoverableStepError
+from torchguard.transactions.optimizer_step import with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ def run(
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
-        return retry is not None and size > 1 and _is_out_of_memory(error)
+        # The text of an undo that failed may be one of memory.
+        was_undone = not isinstance(error, UnrecoverableStepError)
+        return retry is not None and size > 1 and was_undone and is_out_of_memory(error)
 
     def code_of(error: BaseException) -> int:
         return OUT_OF_MEMORY if may_halve(error) else FAILED
@@ -81,11 +84,6 @@ def run(
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
         size = (size + 1) // 2
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out and the step was undone; the text of a failed undo may say so too."""
-    return is_out_of_memory(error) and not isinstance(error, UnrecoverableStepError)
 
 
 def _train(
@@ -177,20 +175,10 @@ def differs_in_parts(modules: Iterable[nn.Module]) -> str:
     return ", ".join(sorted(found))
 
 
-# --- what an exception holds -----------------------------------------------------------------
-
-
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Free the local variables of the frames that an exception and its causes hold."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in with_causes(error):
         traceback.clear_frames(each.__traceback__)  # leaves alone those that still run
-        waiting += [each.__cause__, each.__context__]
 
 
 def _empty_caches() -> None:

@@ -33,6 +33,7 @@ from torchguard.transactions.copies import (
     comparison_of,
     different,
     is_plain,
+    parted,
     restore_container,
     restore_versions,
     state_tensors,
@@ -111,11 +112,11 @@ class _Survey:
         """Sort out which tensors are copied in bulk, and which one by one."""
         own = [each for module in self._holders for each in module.parameters(recurse=False)]
         held = [each for module in self._holders for each in module.buffers(recurse=False)]
-        self.parameters, self.other_parameters = _parted(
+        self.parameters, self.other_parameters = parted(
             [*own, *chain.from_iterable(self._groups)], is_plain
         )
         self.all_parameters = [*self.parameters, *self.other_parameters]
-        self.buffers, self.other_buffers = _parted(
+        self.buffers, self.other_buffers = parted(
             held, lambda b: is_plain(b) and b.is_contiguous() and b.numel() > 0
         )
         self._tensors = [*self.parameters, *self.buffers]
@@ -171,16 +172,6 @@ class _Survey:
 
 def _layouts(tensors: list[Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
     return [(tensor.shape, tensor.stride()) for tensor in tensors]
-
-
-def _parted(
-    tensors: list[Tensor], condition: Callable[[Tensor], bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return those that fulfil a condition, and the others; each tensor once."""
-    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for tensor in {id(each): each for each in tensors}.values():
-        parts[0 if condition(tensor) else 1].append(tensor)
-    return parts
 
 
 @dataclass(eq=False)
@@ -247,7 +238,6 @@ class TrainingSnapshot:
         self.has_gradients = bool(present)
         self._gradient_copies = Copies(present) if present else None
         self._buffer_versions = versions_of(survey.buffers)
-        self._buffers = buffers
         odd = [capture(each, data=True) for each in survey.other_buffers]
         self.buffers = BufferCopies(survey, buffers, odd)
         self._odd = odd + [capture(each, data=parameters) for each in survey.other_parameters]
@@ -289,7 +279,7 @@ class TrainingSnapshot:
         """Return how many buffers have other bits than their copies; a NaN equals itself."""
         return sum(
             not torch.equal(tensor.view(torch.uint8), copied.view(torch.uint8))
-            for pairs in self._survey.split(self._buffers)
+            for pairs in self._survey.split(self.buffers.copies)
             for tensor, copied in zip(*pairs, strict=True)
         )
 
@@ -351,7 +341,7 @@ class TrainingSnapshot:
             self._gradient_copies.restore()
 
     def _restore_buffers(self) -> None:
-        for tensors, kept in self._survey.split(self._buffers):
+        for tensors, kept in self._survey.split(self.buffers.copies):
             call_unseen(copy_all, tensors, list(kept))
         for saved in self._odd:
             saved.restore()

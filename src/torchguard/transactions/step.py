@@ -174,7 +174,7 @@ class Transaction:
         if times < 2:  # noqa: PLR2004  once compares nothing
             raise ValueError(f"replay: times is {times}, expected 2 or more")
         snapshot = self.training.capture()
-        first: dict[str, _Bits | None] = {}
+        first: dict[str, Tensor | None] = {}
         finished = False
         try:
             for number in range(times):
@@ -183,11 +183,7 @@ class Transaction:
                     finish(snapshot.restore)
                 with guarded(overlap=True):  # else the order of threads would show
                     yield number
-                if number:
-                    call_unseen(_compare, first, self.training, number)
-                else:
-                    results = _results(self.training)
-                    first = {name: call_unseen(_bits, each) for name, each in results}
+                call_unseen(_compare, first, self.training, number)
             finished = True
         finally:
             if not finished:
@@ -328,7 +324,7 @@ class Transaction:
 
     def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
         if self.gate is not None:
-            if self.gate.called_without_gradients and not is_of_torch(pending.optimizer):
+            if self.gate.taken_away and not is_of_torch(pending.optimizer):
                 finish(pending.undo)  # one that is not torch's may count the step
             began = block.snapshot.buffers
             if self._accumulation is not None and block.snapshot.has_gradients:
@@ -455,8 +451,6 @@ def _attempt(undo: Any, problems: list[str]) -> None:
 
 # --- replay() --------------------------------------------------------------------------------
 
-_Bits = tuple[torch.Size, Tensor]
-
 
 def _results(training: TrainingState) -> Iterator[tuple[str, Tensor | None]]:
     """Yield what forward and backward write: gradients, then buffers."""
@@ -468,22 +462,24 @@ def _results(training: TrainingState) -> Iterator[tuple[str, Tensor | None]]:
             yield f"the buffer {model}.{name}", buffer
 
 
-def _bits(tensor: Tensor | None) -> _Bits | None:
-    """Return a shape and a copy of the elements as bytes: so NaN equals NaN, and 0.0 not -0.0."""
+def _bits(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of the elements as bytes: so NaN equals NaN, and 0.0 not -0.0."""
     if tensor is None:
         return None
     dense = (tensor if tensor.layout is torch.strided else tensor.to_dense()).detach()
     copied = dense.clone(memory_format=torch.contiguous_format)
-    return tensor.shape, copied.view(-1).view(torch.uint8)
+    return copied.unsqueeze(-1).view(torch.uint8)
 
 
-def _compare(first: dict[str, _Bits | None], training: TrainingState, number: int) -> None:
+def _compare(first: dict[str, Tensor | None], training: TrainingState, number: int) -> None:
+    """Keep the bits of the first run; raise where those of a later one are others."""
     for name, tensor in _results(training):
-        before, now = first.get(name), _bits(tensor)
-        if before is None or now is None:
-            same = before is now
-        else:
-            same = before[0] == now[0] and torch.equal(before[1], now[1])
+        now = _bits(tensor)
+        if not number:
+            first[name] = now
+            continue
+        before = first.get(name)
+        same = before is now if before is None or now is None else torch.equal(before, now)
         if not same:
             raise ReplayMismatchError(
                 f"{name} has other bits in run {number + 1} than in run 1 on the same batch, with "

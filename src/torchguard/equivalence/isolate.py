@@ -283,8 +283,7 @@ class UndoMutations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_overload = isinstance(func, OPERATOR_CLASSES)
-        if not is_overload:  # a higher-order operator, such as flex_attention
+        if not isinstance(func, OPERATOR_CLASSES):  # of higher order, such as flex_attention
             return func(*args, **kwargs)
         schema = schema_of(func)
         self.operators.add(schema.name)
@@ -456,30 +455,29 @@ def run_undoing_mutations(
 def _detached(output: Output) -> Any:
     if not isinstance(output.value, torch.Tensor):
         return output.value
-    value = output.value.detach()
-    return (value if output.counts is None else counted(value, output.counts)).clone()
+    return counted(output.value.detach(), output.counts).clone()
 
 
-_Held = tuple[str, torch.nn.Module, str, torch.Tensor]
-"""A buffer: its full name, the module that has it, its name there."""
+_Held = dict[str, tuple[torch.nn.Module, str, torch.Tensor]]
+"""Buffers by their full names: the module that has each, and its name there."""
 
 
-def _buffers_of(modules: Sequence[torch.nn.Module]) -> list[_Held]:
+def _buffers_of(modules: Sequence[torch.nn.Module]) -> _Held:
     # The outer modules are the first: their names for a buffer are the longer ones.
     outer_last = reversed(modules)
     names = {id(b): name for module in outer_last for name, b in module.named_buffers()}
-    return [
-        (names.get(id(buffer), key), module, key, buffer)
+    return {
+        names[id(buffer)]: (module, key, buffer)
         for module in modules
         for key, buffer in module._buffers.items()
         if buffer is not None
-    ]
+    }
 
 
-def _written(held: Iterable[_Held], mutated: set[int]) -> dict[str, Buffer]:
+def _written(held: _Held, mutated: set[int]) -> dict[str, Buffer]:
     """Copy the buffers whose memory was written, or that are another tensor now."""
     found = {}
-    for name, module, key, buffer in held:
+    for name, (module, key, buffer) in held.items():
         now = module._buffers.get(key)
         if now is not None and (now is not buffer or storage_address(buffer) in mutated):
             found[name] = Buffer(buffer, now.detach().clone())

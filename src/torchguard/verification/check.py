@@ -232,8 +232,7 @@ class GraphCheck:
         if reason is not None:
             return reason
         limit = self.options.max_bytes
-        size = 0 if limit is None else bytes_of(tensors)
-        if limit is not None and size > limit:
+        if limit is not None and (size := bytes_of(tensors)) > limit:
             return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
         if any(has_hooks(tensor) for tensor in self.traced.owned):
             return "a tensor that the graph owns has hooks"
@@ -251,14 +250,13 @@ class GraphCheck:
         """Compare what a fallback has compiled with eager."""
         found, note = self._differences(fallback, function, eager, inputs)
         strides = {each.key: each.strides for each in found if each.strides is not None}
-        if not found or len(strides) < len(found):
-            return _Judged(found, function, note)
-        relaid = with_strides(function, strides)
-        if self._differences(fallback, relaid, eager, inputs)[0]:
-            return _Judged(found, function)
-        outputs = ", ".join(map(str, sorted(strides)))
-        note = f"{fallback.name} gives outputs other strides, they get eager's: {outputs}"
-        return _Judged((), relaid, note)
+        if found and len(strides) == len(found):
+            relaid = with_strides(function, strides)
+            if not self._differences(fallback, relaid, eager, inputs)[0]:
+                outputs = ", ".join(map(str, sorted(strides)))
+                note = f"{fallback.name} gives outputs other strides, they get eager's: {outputs}"
+                return _Judged((), relaid, note)
+        return _Judged(found, function, note)
 
     def _differences(
         self,
@@ -342,14 +340,10 @@ class GraphCheck:
         Otherwise the graph counts as one that leaves its inputs alone.
         """
         place, function = self._position + 1, None
-        start, self.conclusive = time.perf_counter(), True
-        with contextlib.suppress(Exception):  # as in check()
+        with self._counted(), contextlib.suppress(Exception):  # as in check()
             eager = self._run_eagerly(inputs)
             if not isinstance(eager, str):
                 function = self._compiled_right(place, eager, inputs)
-        # Not in a finally: the ranks that were not interrupted would count one check less.
-        self.record.checks += 1
-        self.record.seconds += time.perf_counter() - start
         if function is not None:
             self._position, self.runs = place, function
             self.record.runs = OUTSIDE

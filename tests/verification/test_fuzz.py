@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import re
 from dataclasses import replace
 from functools import partial
@@ -11,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import fx
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 import torchguard
@@ -41,13 +37,14 @@ def test_a_seed_is_the_same_program_everywhere() -> None:
 
 
 def test_programs_are_of_every_kind() -> None:
-    sources = "".join(program(seed).source for seed in range(400))
+    programs = [program(seed) for seed in range(200)]
+    sources = "".join(made.source for made in programs)
     for word in (
         "x[", ".clone()", "scatter_", "gather", "index_put_", "accumulate=True", "cat(", "flip(",
         "roll(", "where(", "F.pad(", "sum(", "mean(", "view(torch.int", "copy_(", "expand(",
     ):  # fmt: skip
         assert word in sources, word
-    assert 50 < sum(program(seed).gradients for seed in range(400)) < 250
+    assert 25 < sum(made.gradients for made in programs) < 125
 
 
 def test_eager_is_right_about_itself_at_ten_sizes_small_ones_first() -> None:
@@ -62,7 +59,7 @@ def test_eager_is_right_about_itself_at_ten_sizes_small_ones_first() -> None:
 
     assert attempt(program(0), noting) == []
     assert rows[1:] == sorted(set(rows)) == [2, 3, 4, 6, 9, 16, 33, 64, 150, 300]
-    for seed in range(1, 60):
+    for seed in range(1, 20):
         assert attempt(program(seed), lambda function: function) == []
 
 
@@ -79,7 +76,7 @@ def spoiled(graph: Any, _: list[Any] | None = None) -> Any:
 
 
 def test_the_comparison_sees_a_wrong_write() -> None:
-    for seed in range(20):
+    for seed in range(5):
         wrong = attempt(program(seed), spoiled)
         assert any("y after the call" in line for line in wrong), program(seed).source
 
@@ -181,49 +178,23 @@ def _function(name: str) -> Any:
     return getattr(namespace, name.removeprefix("nn.functional."))
 
 
-def _graph(function: Any, sample: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """Write one call of an operator as a graph of which every tensor is an input."""
-    graph = fx.Graph()
-    given: list[torch.Tensor] = []
-    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-    placed = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            placed.append(graph.placeholder(f"input_{len(given)}"))
-            given.append(leaf)
-        else:
-            placed.append(leaf)
-    first, args, kwargs = pytree.tree_unflatten(placed, spec)
-    result = graph.call_function(function, (first, *args), kwargs)
-    returned = function(sample.input, *sample.args, **sample.kwargs)
-    single = isinstance(returned, torch.Tensor)
-    count = 1 if single else len(returned)
-    graph.output(
-        (result,)
-        if single
-        else tuple(graph.call_function(operator.getitem, (result, i)) for i in range(count))
-    )
-    return fx.GraphModule({}, graph), given
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_samples_raise_no_false_alarm() -> None:
     by_name = {info.name: info for info in reversed(op_db)}  # the first of its variants
     checked, mismatched = 0, []
     for number, name in enumerate(OPERATORS):
+        torch._dynamo.reset()
         info, dtype = by_name[name], (torch.float32, torch.bfloat16)[number % 2]
         grad = dtype in info.supported_backward_dtypes("cpu")
         sample = next(iter(info.sample_inputs("cpu", dtype, requires_grad=grad)))
-        graph, given = _graph(_function(name), sample)
-        backend = verified_backend("aot_eager")
-        try:
-            backend(graph, given)(*given)
-        except DynamicOutputShapeException:
-            continue  # Dynamo would break the graph: the result's size is in the data
-        checked += 1
-        if backend.stats().verified != 1:
-            mismatched.append((name, str(backend.stats())))
+        function, backend = _function(name), verified_backend("aot_eager")
+        call = torch.compile(lambda *args, f=function, **kw: f(*args, **kw), backend=backend)
+        call(sample.input, *sample.args, **sample.kwargs)
+        report = backend.stats()
+        checked += bool(report.graphs)  # none where the size of the result is in the data
+        if report.verified != len(report.graphs):
+            mismatched.append((name, str(report)))
     assert mismatched == []
     assert checked >= len(OPERATORS) - 2
 
@@ -285,39 +256,23 @@ def assert_same(found: list[Any], want: list[Any], *, bits: bool) -> None:
 # Other ways to mix positions, experts or pixels.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
-@pytest.mark.parametrize("name", ["mixtral", "t5", "residual-convnet"])
-def test_what_is_checked_is_eagers_result_bit_for_bit(name: str) -> None:
-    """In training, with gradients; each graph is verified.
-
-    Or bit for bit that of plain torch.compile, and close to eager's.
-    """
-    architecture = named(name)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("mixtral", "aot_eager"), ("residual-convnet", "aot_eager"), ("residual-convnet", "inductor")],
+)
+def test_what_is_checked_is_what_plain_torch_compile_computes(name: str, backend: str) -> None:
+    """AOTAutograd has the bits of plain torch.compile, in training, with gradients."""
+    architecture, train = named(name), backend == "aot_eager"
     architecture.excuse("verified")
     plain = architecture.build(to_compile=True)
-    compiled = verified(backend="aot_eager")(copy.deepcopy(plain))
-    found, want = (step(architecture, model) for model in (compiled, plain))
-    try:
-        assert_same(found, want, bits=True)
-    except AssertionError:
-        # AOTAutograd adds up some gradients in another order than eager, which ones depends
-        # on torch. Then plain torch.compile has these very bits.
-        assert_same(found, want, bits=False)
-        torch._dynamo.reset()
-        bare = copy.deepcopy(plain)
-        bare.compile(backend="aot_eager")
-        assert_same(found, step(architecture, bare), bits=True)
-    assert {(graph.status, graph.runs, graph.reason) for graph in compiled.stats().graphs} == {
-        ("verified", "aot_eager", "")
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
-def test_inductor_raises_no_false_alarm() -> None:
-    architecture = named("residual-convnet")
-    plain = architecture.build(to_compile=True)
-    compiled = verified()(copy.deepcopy(plain))
-    found, want = (step(architecture, model, train=False) for model in (compiled, plain))
+    bare = copy.deepcopy(plain)
+    compiled = verified(backend=backend)(copy.deepcopy(plain))
+    found, want = (step(architecture, model, train=train) for model in (compiled, plain))
     assert_same(found, want, bits=False)
+    if train:
+        torch._dynamo.reset()
+        bare.compile(backend=backend)
+        assert_same(found, step(architecture, bare), bits=True)
     graphs = compiled.stats().graphs
-    assert {(graph.status, graph.runs) for graph in graphs} == {("verified", "inductor")}
+    assert {(graph.status, graph.runs) for graph in graphs} == {("verified", backend)}
+    assert not train or {graph.reason for graph in graphs} == {""}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from support.miscompiling import inputs, one_value, spoiling, workload
+from support.miscompiling import inputs, one_value, spoiling, workload, wrong
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.errors import MiscompilationError
@@ -37,23 +37,15 @@ def output(place: int, change: Callable[[Any, list[Any]], Any]) -> Any:
     return spoil
 
 
-def with_element(value: float) -> Any:
-    def change(output: torch.Tensor, _: Any) -> torch.Tensor:
-        output = output.clone()
-        output.data[1, 1] = value
-        return output
-
-    return output(0, change)
+def not_a_number(output: torch.Tensor, _: Any) -> torch.Tensor:
+    output = output.clone()
+    output.data[1, 1] = math.nan
+    return output
 
 
-def written(place: int, *at: int, value: float) -> Any:
-    """Return what writes to an element of an input."""
-
-    def spoil(outputs: list[Any], inputs: list[Any]) -> Any:
-        inputs[place].data[at] = value
-        return outputs
-
-    return spoil
+def written(outputs: list[Any], inputs: list[Any]) -> Any:
+    inputs[1].data[0, 0] = 9
+    return outputs
 
 
 def raises(*_: Any) -> Any:
@@ -90,8 +82,7 @@ DEFECTS: dict[str, tuple[Any, str]] = {
         spoiling(output(1, lambda out, _: out + 1)),
         "output 1: 1 of 1 elements differ, the largest by 1",
     ),
-    "a mutated input": (spoiling(written(1, 0, 0, value=9)), f"after the call: {ONE} differ"),
-    "an untouched input": (spoiling(written(0, -1, -1, value=0)), f"after the call: {ONE} differ"),
+    "a mutated input": (spoiling(written), f"after the call: {ONE} differ"),
     "an alias of an input": (
         spoiling(output(2, lambda _, inputs: inputs[1])),
         "output 2: shares memory with input",
@@ -104,8 +95,7 @@ DEFECTS: dict[str, tuple[Any, str]] = {
         spoiling(output(4, lambda out, _: out.clone())),
         "output 4: does not share memory with input",
     ),
-    "a NaN": (spoiling(with_element(math.nan)), f"{ONE} are NaN in one only"),
-    "an infinity": (spoiling(with_element(math.inf)), f"{ONE} are infinite in one only"),
+    "a NaN": (spoiling(output(0, not_a_number)), f"{ONE} are NaN in one only"),
     "a dtype": (spoiling(output(0, lambda out, _: out.double())), "output 0: "),
     "a shape": (spoiling(output(0, lambda out, _: out[None])), "output 0: "),
     "requires_grad": (
@@ -189,7 +179,6 @@ def test_warn_runs_the_wrong_graph_and_says_so_once() -> None:
 
 def test_a_fallback_that_is_wrong_as_well_is_skipped() -> None:
     """AOTAutograd gets this gradient wrong: https://github.com/pytorch/pytorch/pull/197039."""
-    wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
     norm, eager = verified(backend=wrong)(_RunningNorm()), _RunningNorm()
     batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     with pytest.warns(MiscompilationWarning, match="eager runs instead") as caught:

@@ -177,16 +177,12 @@ def with_strides(
     def run(*inputs: Any) -> Any:
         returned = list(function(*inputs))
         for position, order in orders.items():
-            returned[position] = _copied(returned[position], order)
+            value = returned[position]
+            # Not permute().contiguous(): the result would be a view, and eager's is not.
+            made = torch.empty_permuted(value.shape, order, dtype=value.dtype, device=value.device)
+            sizes = zip(value.shape, value.stride(), made.stride(), strict=True)
+            if any(length != 1 and has != wanted for length, has, wanted in sizes):
+                returned[position] = made.copy_(value)
         return returned
 
     return run
-
-
-def _copied(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    # Not permute().contiguous(): the result would be a view, and eager's is not.
-    made = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
-    sizes = zip(tensor.shape, tensor.stride(), made.stride(), strict=True)
-    if all(length == 1 or has == wanted for length, has, wanted in sizes):
-        return tensor
-    return made.copy_(tensor)

@@ -463,7 +463,7 @@ def _buffers_of(modules: Sequence[torch.nn.Module]) -> _Held:
     outer_last = reversed(modules)
     names = {id(b): name for module in outer_last for name, b in module.named_buffers()}
     return {
-        names[id(buffer)]: (module, key, buffer)
+        names.get(id(buffer), key): (module, key, buffer)
         for module in modules
         for key, buffer in module._buffers.items()
         if buffer is not None

@@ -279,7 +279,8 @@ class UndoMutations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OPERATOR_CLASSES):  # of higher order, such as flex_attention
+        is_overload = isinstance(func, OPERATOR_CLASSES)
+        if not is_overload:  # a higher-order operator, such as flex_attention
             return func(*args, **kwargs)
         schema = schema_of(func)
         self.operators.add(schema.name)

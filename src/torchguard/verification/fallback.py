@@ -178,10 +178,16 @@ def with_strides(
         returned = list(function(*inputs))
         for position, order in orders.items():
             value = returned[position]
-            # Not permute().contiguous(): the result would be a view, and eager's is not.
-            made = torch.empty_permuted(value.shape, order, dtype=value.dtype, device=value.device)
-            sizes = zip(value.shape, value.stride(), made.stride(), strict=True)
+            strides, size = [0] * value.dim(), 1
+            for dim in reversed(order):
+                strides[dim] = size
+                size *= max(value.size(dim), 1)
+            sizes = zip(value.shape, value.stride(), strides, strict=True)
             if any(length != 1 and has != wanted for length, has, wanted in sizes):
+                # Not permute().contiguous(): the result would be a view, and eager's is not.
+                made = torch.empty_strided(
+                    value.shape, strides, dtype=value.dtype, device=value.device
+                )
                 returned[position] = made.copy_(value)
         return returned
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torchguard.equivalence.compare import COMPILING, Difference, judge
-from torchguard.equivalence.copies import copy_inputs, run_on_copies
+from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.reference import node_may_write
 from torchguard.verification.fallback import Compiler
@@ -92,10 +92,10 @@ class _Minifier:
 
     def _shows_window(self, places: list[int]) -> bool:
         try:
-            cut = _window(self.case, places[0], places[-1])
+            graph, inputs = _window(self.case, places[0], places[-1])
         except Exception:  # noqa: BLE001 - an input that can't be copied, no memory left
             return False
-        return cut is not None and self._shows(*cut)
+        return self._shows(graph, inputs)
 
     def leave_out_parts(self) -> None:
         """Leave out whatever can be."""
@@ -105,46 +105,35 @@ class _Minifier:
             size = (size + 1) // 2
             start = 0
             while start < len(parts):
-                if self._without(parts[start : start + size]):
+                graph = copy_graph(self.case.graph)
+                removed = _leave_out(graph, parts[start : start + size])
+                if removed and self._shows(graph, self.case.inputs):
                     parts = _parts(self.case.graph)
                 else:
                     start += size
 
-    def _without(self, parts: list[int]) -> bool:
-        graph = copy_graph(self.case.graph)
-        return _leave_out(graph, parts) and self._shows(graph, self.case.inputs)
 
-
-def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any]] | None:
-    """Leave out what comes before and after two statements; what is read of it becomes inputs.
-
-    None where something else than tensors and numbers is read.
-    """
+def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any]]:
+    """Leave out what comes before and after two statements; what is read of it becomes inputs."""
     graph = copy_graph(case.graph)
     nodes = list(graph.graph.nodes)
-    later = set(nodes[last + 1 :])
-    results = [node for node in nodes[first : last + 1] if later & node.users.keys()]
+    window, later = nodes[first : last + 1], set(nodes[last + 1 :])
+    results = [node for node in window if later & node.users.keys()]
     nodes[-1].args = (tuple(filter(_has_tensor, results)),)
     # What has no value, and is no statement, sets a mode, which the rest needs, or sets it back.
-    computed = {
+    left_out = dict.fromkeys(
         node
-        for node in nodes
+        for node in (*nodes[:first], *nodes[last + 1 :])
         if node.op.startswith("call_") and (_is_statement(node) or "example_value" in node.meta)
-    }
-    for node in reversed(nodes[last + 1 :]):
-        if node in computed and not node.users:
-            graph.graph.erase_node(node)
-    left_out = computed.intersection(nodes[:first])
+    )
     read = list(dict.fromkeys(
         value
-        for node in graph.graph.nodes
+        for node in nodes
         if node not in left_out
         for value in node.all_input_nodes
         if value in left_out
     ))  # fmt: skip
     values = _values_at(case, first, [nodes.index(node) for node in read])
-    if values is None:
-        return None
     after = next(reversed(placeholders_of(graph)), None)
     for node in read:
         with graph.graph.inserting_before(nodes[0] if after is None else after.next):
@@ -152,14 +141,17 @@ def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any
         after.meta.update(node.meta)
         after._dynamo_source = None  # as torch's DDPOptimizer has it
         node.replace_all_uses_with(after)
-    for node in reversed(nodes[:first]):
-        if node in left_out:
-            graph.graph.erase_node(node)
+    for node in reversed(left_out):
+        graph.graph.erase_node(node)
     return graph, [*case.inputs, *values]
 
 
-def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any] | None:
-    """Run eager up to a statement, and return copies of values computed before it."""
+def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any]:
+    """Run eager up to a statement, and return copies of values computed before it.
+
+    Raises:
+        TypeError: one of them can't be an input.
+    """
     nodes = list(case.graph.graph.nodes)
     interpreter = fx.Interpreter(case.graph, garbage_collect_values=False)
     # It may stop where autocast is on, or autograd off: then no node comes that sets it back.
@@ -168,8 +160,8 @@ def _values_at(case: Case, place: int, wanted: list[int]) -> list[Any] | None:
         for node in nodes[:place]:
             interpreter.env[node] = interpreter.run_node(node)
     values = [interpreter.env[nodes[position]] for position in wanted]
-    if not all(isinstance(value, (torch.Tensor, int, float)) for value in values):
-        return None
+    if why_not_copied(values) is not None:
+        raise TypeError(why_not_copied(values))
     return copy_inputs(values).values
 
 

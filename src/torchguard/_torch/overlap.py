@@ -230,20 +230,20 @@ class _Spans:
     """Where many tensors lie, in order: most operands of a list lie between them."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        spans = sorted(filter(None, map(span_of, tensors)))
+        spans = sorted(filter(None, map(_span, tensors)))
         self._begins = [begin for begin, _ in spans]
         self._ends = list(itertools.accumulate((end for _, end in spans), max))
 
     def meet(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor may share memory with one of them."""
-        span = span_of(tensor)
+        span = _span(tensor)
         if span is None:
             return False
         before = bisect.bisect_left(self._begins, span[1])  # those that begin before its end
         return before > 0 and self._ends[before - 1] > span[0]
 
 
-def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the addresses between which a tensor lies; None if it has no memory to ask for."""
     memory = _with_memory(tensor)
     if memory is None or not memory.numel():

@@ -22,7 +22,6 @@ from torchguard._torch import (
     has_own_dispatch,
     set_lazy_bits,
     set_version,
-    span_of,
     version_of,
     with_lazy_bits,
 )
@@ -439,12 +438,12 @@ def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
     spans = [
-        (f"{kind} {number}", value.device, *span)
+        (f"{kind} {number}", value.device, *_span(value))
         for kind, values in (("input", inputs), ("output", outputs))
         for number, value in enumerate(values)
-        if isinstance(value, torch.Tensor) and (span := span_of(value)) is not None
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if value.numel() and value.untyped_storage().nbytes()
     ]
-    # What lies between may belong to another view, but then in eager and compiled code alike.
     return frozenset(
         (name, other)
         for place, (name, device, begin, end) in enumerate(spans)
@@ -452,3 +451,12 @@ def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]
         for other, its_device, its_begin, its_end in spans[:place]
         if device == its_device and begin < its_end and its_begin < end
     )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address and the address behind the last element."""
+    # What lies between may belong to another view, but then in eager and compiled code alike.
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()

@@ -452,7 +452,8 @@ def run_undoing_mutations(
 def _detached(output: Output) -> Any:
     if not isinstance(output.value, torch.Tensor):
         return output.value
-    return counted(output.value.detach(), output.counts).clone()
+    value = output.value.detach()
+    return (value if output.counts is None else counted(value, output.counts)).clone()
 
 
 _Held = dict[str, tuple[torch.nn.Module, str, torch.Tensor]]

@@ -115,6 +115,7 @@ class VerifiedBackend:
         given = {"mode": mode, "options": inner_options}
         self._settings = {name: value for name, value in given.items() if value is not None}
         self._dynamic = dynamic
+        self._own_fallbacks: tuple[Fallback, ...] | None = None
         self._graphs: list[GraphRecord] = []
         if self._settings:
             self.fallbacks()  # raises for what inductor does not know
@@ -124,7 +125,11 @@ class VerifiedBackend:
 
         ``torch.compile`` passes on settings with a graph, ``mode`` and ``options``.
         """
-        return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+        if settings:
+            return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+        if self._own_fallbacks is None:
+            self._own_fallbacks = fallbacks_of(self._inner, self._settings, self._dynamic)
+        return self._own_fallbacks
 
     def __call__(
         self, graph: fx.GraphModule, example_inputs: list[Any], **settings: Any

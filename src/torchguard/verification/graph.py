@@ -95,9 +95,10 @@ def sizes_of(graph: fx.GraphModule, examples: Sequence[Any]) -> SizesOf | None:
     Dynamo gives a graph every symbol of the fake inputs that it has traced as an integer of its
     own: a symbolic one among the ``examples`` that the backend was given.
     """
+    traced = [node.meta.get("example_value") for node in placeholders_of(graph)]
     places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
     given = symbols_in([examples[place] for place in places])
-    if symbols_in([node.meta.get("example_value") for node in placeholders_of(graph)]) - given:
+    if symbols_in(traced) - given:
         return _shapes
     return operator.itemgetter(*places) if places else None
 

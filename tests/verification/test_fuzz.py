@@ -36,6 +36,16 @@ def test_a_seed_is_the_same_program_everywhere() -> None:
     assert output_of(line).strip() == str([program(seed).source for seed in range(20)])
 
 
+def test_programs_are_of_every_kind() -> None:
+    sources = "".join(program(seed).source for seed in range(400))
+    for word in (
+        "x[", ".clone()", "scatter_", "gather", "index_put_", "accumulate=True", "cat(", "flip(",
+        "roll(", "where(", "F.pad(", "sum(", "mean(", "view(torch.int", "copy_(", "expand(",
+    ):  # fmt: skip
+        assert word in sources, word
+    assert 50 < sum(program(seed).gradients for seed in range(400)) < 250
+
+
 def test_eager_is_right_about_itself_at_ten_sizes_small_ones_first() -> None:
     rows = []
 
@@ -239,23 +249,39 @@ def assert_same(found: list[Any], want: list[Any], *, bits: bool) -> None:
 # Other ways to mix positions, experts or pixels.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [("mixtral", "aot_eager"), ("residual-convnet", "aot_eager"), ("residual-convnet", "inductor")],
-)
-def test_what_is_checked_is_what_plain_torch_compile_computes(name: str, backend: str) -> None:
-    """AOTAutograd has the bits of plain torch.compile, in training, with gradients."""
-    architecture, train = named(name), backend == "aot_eager"
+@pytest.mark.parametrize("name", ["mixtral", "t5", "residual-convnet"])
+def test_what_is_checked_is_eagers_result_bit_for_bit(name: str) -> None:
+    """In training, with gradients; each graph is verified.
+
+    Or bit for bit that of plain torch.compile, and close to eager's.
+    """
+    architecture = named(name)
     architecture.excuse("verified")
     plain = architecture.build(to_compile=True)
-    bare = copy.deepcopy(plain)
-    compiled = verified(backend=backend)(copy.deepcopy(plain))
-    found, want = (step(architecture, model, train=train) for model in (compiled, plain))
-    assert_same(found, want, bits=False)
-    if train:
+    compiled = verified(backend="aot_eager")(copy.deepcopy(plain))
+    found, want = (step(architecture, model) for model in (compiled, plain))
+    try:
+        assert_same(found, want, bits=True)
+    except AssertionError:
+        # AOTAutograd adds up some gradients in another order than eager, which ones depends
+        # on torch. Then plain torch.compile has these very bits.
+        assert_same(found, want, bits=False)
         torch._dynamo.reset()
-        bare.compile(backend=backend)
+        bare = copy.deepcopy(plain)
+        bare.compile(backend="aot_eager")
         assert_same(found, step(architecture, bare), bits=True)
+    assert {(graph.status, graph.runs, graph.reason) for graph in compiled.stats().graphs} == {
+        ("verified", "aot_eager", "")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
+def test_inductor_raises_no_false_alarm() -> None:
+    architecture = named("residual-convnet")
+    plain = architecture.build(to_compile=True)
+    compiled = verified()(copy.deepcopy(plain))
+    found, want = (step(architecture, model, train=False) for model in (compiled, plain))
+    assert_same(found, want, bits=False)
     graphs = compiled.stats().graphs
-    assert {(graph.status, graph.runs) for graph in graphs} == {("verified", backend)}
-    assert not train or {graph.reason for graph in graphs} == {""}
+    assert {(graph.status, graph.runs) for graph in graphs} == {("verified", "inductor")}

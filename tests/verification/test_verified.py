@@ -37,15 +37,23 @@ def output(place: int, change: Callable[[Any, list[Any]], Any]) -> Any:
     return spoil
 
 
-def not_a_number(output: torch.Tensor, _: Any) -> torch.Tensor:
-    output = output.clone()
-    output.data[1, 1] = math.nan
-    return output
+def with_element(value: float) -> Any:
+    def change(output: torch.Tensor, _: Any) -> torch.Tensor:
+        output = output.clone()
+        output.data[1, 1] = value
+        return output
+
+    return output(0, change)
 
 
-def written(outputs: list[Any], inputs: list[Any]) -> Any:
-    inputs[1].data[0, 0] = 9
-    return outputs
+def written(place: int, *at: int, value: float) -> Any:
+    """Return what writes to an element of an input."""
+
+    def spoil(outputs: list[Any], inputs: list[Any]) -> Any:
+        inputs[place].data[at] = value
+        return outputs
+
+    return spoil
 
 
 def raises(*_: Any) -> Any:
@@ -82,7 +90,8 @@ DEFECTS: dict[str, tuple[Any, str]] = {
         spoiling(output(1, lambda out, _: out + 1)),
         "output 1: 1 of 1 elements differ, the largest by 1",
     ),
-    "a mutated input": (spoiling(written), f"after the call: {ONE} differ"),
+    "a mutated input": (spoiling(written(1, 0, 0, value=9)), f"after the call: {ONE} differ"),
+    "an untouched input": (spoiling(written(0, -1, -1, value=0)), f"after the call: {ONE} differ"),
     "an alias of an input": (
         spoiling(output(2, lambda _, inputs: inputs[1])),
         "output 2: shares memory with input",
@@ -95,7 +104,8 @@ DEFECTS: dict[str, tuple[Any, str]] = {
         spoiling(output(4, lambda out, _: out.clone())),
         "output 4: does not share memory with input",
     ),
-    "a NaN": (spoiling(output(0, not_a_number)), f"{ONE} are NaN in one only"),
+    "a NaN": (spoiling(with_element(math.nan)), f"{ONE} are NaN in one only"),
+    "an infinity": (spoiling(with_element(math.inf)), f"{ONE} are infinite in one only"),
     "a dtype": (spoiling(output(0, lambda out, _: out.double())), "output 0: "),
     "a shape": (spoiling(output(0, lambda out, _: out[None])), "output 0: "),
     "requires_grad": (

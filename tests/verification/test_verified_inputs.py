@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.miscompiling import wrong
@@ -182,6 +183,17 @@ def test_inputs_of_more_bytes_than_allowed_are_not_copied(limit: int, status: st
     assert record.status == status
     reason = "" if status == "verified" else "its inputs have 16 bytes, max_bytes is 15"
     assert record.reason == reason
+
+
+def test_a_check_with_a_repeated_id_that_can_not_be_made_leaves_the_graph_verified() -> None:
+    """The indices with one twice are a copy, for which ``max_bytes`` has no room."""
+    ids, weight = torch.arange(8), torch.randn(8, 2, requires_grad=True)
+    compiled = verified(backend="aot_eager", max_bytes=8 * 8 + 8 * 2 * 4)(
+        lambda weight, i, j: nn.functional.embedding(i, weight) + weight[j]
+    )
+    compiled(weight, ids[:4], ids[7:]).sum().backward()
+    (record,) = compiled.stats().graphs
+    assert (record.status, record.reason) == ("verified", "")
 
 
 # --- inputs that overlap and have no common storage

@@ -456,26 +456,26 @@ def _detached(output: Output) -> Any:
     return (value if output.counts is None else counted(value, output.counts)).clone()
 
 
-_Held = dict[str, tuple[torch.nn.Module, str, torch.Tensor]]
-"""Buffers by their full names: the module that has each, and its name there."""
+_Held = tuple[str, torch.nn.Module, str, torch.Tensor]
+"""A buffer: its full name, the module that has it, its name there."""
 
 
-def _buffers_of(modules: Sequence[torch.nn.Module]) -> _Held:
+def _buffers_of(modules: Sequence[torch.nn.Module]) -> list[_Held]:
     # The outer modules are the first: their names for a buffer are the longer ones.
     outer_last = reversed(modules)
     names = {id(b): name for module in outer_last for name, b in module.named_buffers()}
-    return {
-        names.get(id(buffer), key): (module, key, buffer)
+    return [
+        (names.get(id(buffer), key), module, key, buffer)
         for module in modules
         for key, buffer in module._buffers.items()
         if buffer is not None
-    }
+    ]
 
 
-def _written(held: _Held, mutated: set[int]) -> dict[str, Buffer]:
+def _written(held: Iterable[_Held], mutated: set[int]) -> dict[str, Buffer]:
     """Copy the buffers whose memory was written, or that are another tensor now."""
     found = {}
-    for name, (module, key, buffer) in held.items():
+    for name, module, key, buffer in held:
         now = module._buffers.get(key)
         if now is not None and (now is not buffer or storage_address(buffer) in mutated):
             found[name] = Buffer(buffer, now.detach().clone())

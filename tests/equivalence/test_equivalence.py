@@ -135,6 +135,12 @@ def test_modules_are_as_they_were() -> None:
     assert outcome.buffers["num_batches_tracked"].after == 2
 
 
+def test_a_written_buffer_is_not_hidden_by_one_of_the_same_name() -> None:
+    written, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    outcome = undone(written, torch.rand(3, 2), modules=[written, other])
+    assert outcome.buffers.keys() == {"running_mean", "running_var", "num_batches_tracked"}
+
+
 def test_what_a_run_writes_to_an_input_is_undone_and_reported() -> None:
     """The version counter goes back too; of a run on copies the outcome has them after the run."""
     x = torch.zeros(2)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def undone(function: Callable[..., Any], *leaves: Any, **options: Any) -> Outcome:
     """Run a function that returns one tensor and takes its leaves as they are."""
     sources = {
@@ -71,10 +74,7 @@ def test_random_states_of_torch_python_and_numpy_are_restored() -> None:
     undone(lambda x: function(x)[0], torch.ones(2))
     assert first[0] == first[1] == draw()
     assert first[2][1:] == first[0][1:]  # torch's own operators are deterministic there
-
-
-def test_a_run_that_draws_nothing_says_so() -> None:
-    """Only torch's numbers count: eager and compiled code draw those."""
+    # Only torch's numbers count: eager and compiled code draw those.
     assert not run(lambda x: [x * random.random()], [torch.ones(2)]).random  # noqa: S311
 
 
@@ -135,6 +135,12 @@ def test_modules_are_as_they_were() -> None:
     assert outcome.buffers["num_batches_tracked"].after == 2
 
 
+def test_a_written_buffer_is_not_hidden_by_one_of_the_same_name() -> None:
+    written, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    outcome = undone(written, torch.rand(3, 2), modules=[written, other])
+    assert outcome.buffers.keys() == {"running_mean", "running_var", "num_batches_tracked"}
+
+
 def test_what_a_run_writes_to_an_input_is_undone_and_reported() -> None:
     """The version counter goes back too; of a run on copies the outcome has them after the run."""
     x = torch.zeros(2)
@@ -146,6 +152,9 @@ def test_what_a_run_writes_to_an_input_is_undone_and_reported() -> None:
     owned = run(lambda b: [x.add_(b)], [torch.ones(2)], [x])  # as a graph owns its parameters
     assert owned.inputs[0].tolist() == [1, 1]
     assert (x.tolist(), x._version) == ([0, 0], version)
+    assert run(lambda x: [x + 1], [x]).mutated == frozenset()
+    with torch.inference_mode():  # there it has no version counter that could tell
+        assert run(lambda x: [x + 1], [torch.ones(2)]).mutated == {0}
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
@@ -190,18 +199,11 @@ def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, in
 # --- comparing
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.complex32, torch.complex64, torch.complex128,
-    ],
-)  # fmt: skip
-def test_compiling_has_the_tolerances_of_assert_close(dtype: torch.dtype) -> None:
+def test_compiling_has_the_tolerances_of_assert_close() -> None:
     """https://pytorch.org/docs/stable/testing.html"""
-    relative, absolute = torch.testing._comparison.default_tolerances(dtype)
-    found = COMPILING.tolerance(dtype)
-    assert (found.relative, found.absolute, found.of_largest) == (relative, absolute, 0)
+    for dtype in (*FLOATS, torch.complex32, torch.complex64, torch.complex128):
+        relative, absolute = torch.testing._comparison.default_tolerances(dtype)
+        assert COMPILING.tolerance(dtype) == (relative, absolute, 0)
 
 
 @given(
@@ -309,18 +311,7 @@ def test_every_rank_gets_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch
         assert largest_of_all_ranks(which, [-2, 5]) == [-2, 5]
 
 
-def test_an_inference_tensor_counts_as_written() -> None:
-    """It has no version counter that could tell."""
-    with torch.inference_mode():
-        x = torch.ones(2)
-        assert run(lambda x: [x + 1], [x]).mutated == {0}
-    assert run(lambda x: [x + 1], [torch.ones(2)]).mutated == frozenset()
-
-
 # --- other last digits, and nothing but these
-
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def nudged(values: torch.Tensor, seed: int = 1) -> torch.Tensor:
@@ -351,25 +342,18 @@ def test_no_value_moves_further_than_rounding_does(
     assert bool(((other.double() - values.double()).abs() <= allowed)[~odd].all())
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_many_values_move_and_each_seed_moves_them_otherwise(dtype: torch.dtype) -> None:
-    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
-    assert (nudged(values) != values).float().mean() > 0.4
-    assert torch.equal(nudged(values, 1), nudged(values, 1))
-    assert not torch.equal(nudged(values, 1), nudged(values, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
-def test_what_has_no_digits_to_change_stays(dtype: torch.dtype) -> None:
-    values = torch.ones(8).to(dtype)
-    assert not can_be_perturbed(values)
-    assert torch.equal(nudged(values).float(), values.float())
-
-
-def test_both_parts_of_a_complex_number_move() -> None:
+def test_many_values_move_and_what_has_no_digits_to_change_stays() -> None:
+    for dtype in FLOATS:
+        values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
+        assert (nudged(values) != values).float().mean() > 0.4
+        assert torch.equal(nudged(values, 1), nudged(values, 1))
+        assert not torch.equal(nudged(values, 1), nudged(values, 2))
     values = torch.complex(torch.ones(100), torch.ones(100))
-    moved = torch.view_as_real(nudged(values)) != 1
-    assert moved.any(0).tolist() == [True, True]
+    assert (torch.view_as_real(nudged(values)) != 1).any(0).tolist() == [True, True]
+    for dtype in (torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn):
+        values = torch.ones(8).to(dtype)
+        assert not can_be_perturbed(values)
+        assert torch.equal(nudged(values).float(), values.float())
 
 
 def test_under_autocast_the_digits_are_those_that_autocast_keeps() -> None:

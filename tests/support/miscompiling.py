@@ -27,6 +27,10 @@ def spoiling(spoil: Callable[[Any, list[Any]], Any], *, after: bool = True) -> A
     return planted
 
 
+right = spoiling(lambda outputs, _: outputs)
+wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
+
+
 def one_value(outputs: list[Any], _: list[Any]) -> Any:
     outputs[0] = outputs[0].clone()
     outputs[0].view(-1)[3] += 0.01

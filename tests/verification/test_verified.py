@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from support.miscompiling import inputs, one_value, spoiling, workload
+from support.miscompiling import inputs, one_value, spoiling, workload, wrong
 from torchguard import MiscompilationWarning, verified, verified_backend
 from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.errors import MiscompilationError
@@ -189,7 +189,6 @@ def test_warn_runs_the_wrong_graph_and_says_so_once() -> None:
 
 def test_a_fallback_that_is_wrong_as_well_is_skipped() -> None:
     """AOTAutograd gets this gradient wrong: https://github.com/pytorch/pytorch/pull/197039."""
-    wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
     norm, eager = verified(backend=wrong)(_RunningNorm()), _RunningNorm()
     batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     with pytest.warns(MiscompilationWarning, match="eager runs instead") as caught:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.miscompiling import spoiling
+from support.miscompiling import wrong
 from torchguard import (
     MiscompilationWarning,
     OverlapWarning,
@@ -144,7 +145,7 @@ def test_two_values_of_a_float_are_checked_and_all_others_trusted(
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_call_that_raises_is_no_check(dynamic: bool) -> None:
     """The first call has a bad index; a wrong graph is found by the second."""
-    backend = verified_backend(spoiling(lambda outputs, _: [outputs[0] + 1]))
+    backend = verified_backend(wrong)
     compiled = torch.compile(lambda x, i: (x[i],), backend=backend, dynamic=dynamic)
     x = torch.arange(3.0)
     for _ in range(2):
@@ -184,11 +185,24 @@ def test_inputs_of_more_bytes_than_allowed_are_not_copied(limit: int, status: st
     assert record.reason == reason
 
 
+def test_a_check_with_a_repeated_id_that_can_not_be_made_leaves_the_graph_verified() -> None:
+    """The indices with one twice are a copy, for which ``max_bytes`` has no room."""
+    ids, weight = torch.arange(8), torch.randn(8, 2, requires_grad=True)
+    compiled = verified(backend="aot_eager", max_bytes=8 * 8 + 8 * 2 * 4)(
+        lambda weight, i, j: nn.functional.embedding(i, weight) + weight[j]
+    )
+    compiled(weight, ids[:4], ids[7:]).sum().backward()
+    (record,) = compiled.stats().graphs
+    assert (record.status, record.reason) == ("verified", "")
+
+
 # --- inputs that overlap and have no common storage
 
 
-@pytest.mark.parametrize("one", [(0, 10), (0, 3), (2, 6), (1, 5)])
-@pytest.mark.parametrize("other", [(0, 10), (0, 3), (2, 8)])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((0, 10), (0, 10)), ((0, 10), (0, 3)), ((2, 6), (0, 10)), ((2, 6), (0, 3)), ((1, 5), (2, 8))],
+)
 def test_slices_of_a_numpy_array_overlap_in_the_check_too(
     one: tuple[int, int], other: tuple[int, int]
 ) -> None:

@@ -93,11 +93,10 @@ def test_a_discontinuity_within_the_rounding_error_is_a_mismatch_if_wrong_in_dou
             checked(below(), torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("count", [1, 12])
-def test_many_discontinuities_at_once_raise_no_false_alarm(count: int) -> None:
-    weight = torch.full((count,), 1 - 2.0**-24, requires_grad=True)
+def test_many_discontinuities_at_once_raise_no_false_alarm() -> None:
+    weight = torch.full((12,), 1 - 2.0**-24, requires_grad=True)
     checked = verified(backend=a_digit_further(2.0**-51))(compared)
-    checked(weight, torch.ones(count))
+    checked(weight, torch.ones(12))
     (record,) = stats(checked).graphs
     assert record.status == "verified"
     assert record.reason.startswith("rounding decides at a discontinuity: output 1: ")

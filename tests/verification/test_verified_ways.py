@@ -14,7 +14,7 @@ from torch import nn
 
 import torchguard
 from support.child_process import output_of
-from support.miscompiling import inputs, one_value, spoiling, stats, workload
+from support.miscompiling import inputs, one_value, spoiling, stats, workload, wrong
 from torchguard import (
     Buckets,
     MiscompilationWarning,
@@ -149,9 +149,9 @@ def test_everyday_lines_are_wrong_bare_and_right_each_way() -> None:
         count = function.__code__.co_argcount
         return outcome_of(way(function), count) == outcome_of(function, count)
 
-    wrong = next(function for function in EVERYDAY if not is_right(function, torch.compile))
+    first = next(function for function in EVERYDAY if not is_right(function, torch.compile))
     for name, way in WAYS.items():
-        for function in EVERYDAY if name == "decorator" else [wrong]:
+        for function in EVERYDAY if name == "decorator" else [first]:
             before = len(verification_report().graphs)
             assert is_right(function, way), (name, function.__name__)
             assert len(verification_report().graphs) == before + 1, name
@@ -191,17 +191,6 @@ def test_settings_of_what_was_compiled_already_are_kept() -> None:
     assert torch.equal(found, torch.rand(3))
     (record,) = stats(checked).graphs
     assert record.status == "verified", record
-
-
-def test_what_was_compiled_already_keeps_its_settings_or_is_refused() -> None:
-    with pytest.raises(TypeError, match="keeps its own backend, mode and options"):
-        verified(mode="max-autotune")(torch.compile(lambda x: x))
-    with pytest.raises(TypeError, match="pass what was compiled"):
-        verified()(torch.compile(lambda x: x, backend="eager"))
-    module = torch.nn.Linear(2, 2)
-    module.compile(backend="eager")
-    with pytest.raises(TypeError, match="Linear was compiled already"):
-        verified()(module)
 
 
 def test_what_is_verified_already_is_returned_as_it_is() -> None:
@@ -249,19 +238,38 @@ async def _asynchronous(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _compiled_in_place() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    return module
+
+
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "options", "message"),
     [
-        (3, "expected a function or a module, got int"),
-        ("aot_eager", r"for a backend write verified\(backend='aot_eager'\)"),
-        (_asynchronous, "_asynchronous is async"),
+        (lambda: 3, {}, "expected a function or a module, got int"),
+        (lambda: "aot_eager", {}, r"for a backend write verified\(backend='aot_eager'\)"),
+        (lambda: _asynchronous, {}, "_asynchronous is async"),
+        (lambda: torch.compile(double, backend="eager"), {}, "pass what was compiled"),
+        (_compiled_in_place, {}, "Linear was compiled already"),
+        (
+            lambda: torch.compile(double),
+            {"mode": "max-autotune"},
+            "keeps its own backend, mode and options",
+        ),
+        (
+            lambda: bucketed(double, **IN_BUCKETS, compile={"backend": "eager"}),
+            {"backend": "aot_eager"},
+            "keeps its own backend, mode and options",
+        ),
     ],
-    ids=["number", "name", "async"],
 )
-def test_what_can_not_be_compiled_is_refused(function: Any, message: str) -> None:
-    for decorate in (verified, verified()):
+def test_what_can_not_be_compiled_or_keeps_its_settings_is_refused(
+    function: Any, options: dict[str, Any], message: str
+) -> None:
+    for decorate in (lambda given: verified(given, **options), verified(**options)):
         with pytest.raises(TypeError, match=message):
-            decorate(function)
+            decorate(function())
 
 
 # --- with bucketed, in either order: every bucket's graph is checked
@@ -269,9 +277,6 @@ def test_what_can_not_be_compiled_is_refused(function: Any, message: str) -> Non
 
 IN_BUCKETS: dict[str, Any] = {"dims": {"x": {0: "t"}}, "buckets": Buckets([4, 8])}
 LENGTHS = (3, 6, 2)
-
-
-wrong = spoiling(lambda outputs, _: [outputs[0] + 1, *outputs[1:]])
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -350,10 +355,7 @@ def test_a_module_stays_the_module_it_was() -> None:
     assert len(verification_report().graphs) == before
 
 
-def test_settings_given_twice_are_refused() -> None:
-    compiled = bucketed(double, **IN_BUCKETS, compile={"backend": "eager"})
-    with pytest.raises(TypeError, match="keeps its own backend, mode and options"):
-        verified(backend="aot_eager")(compiled)
+def test_a_module_that_is_verified_is_not_compiled_again() -> None:
     with pytest.raises(ValueError, match="compiled already"):
         bucketed(verified(backend="aot_eager")(Scaled()), **IN_BUCKETS, compile=True)
 

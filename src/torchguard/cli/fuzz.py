@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchguard.cli import interrupted, positive_float, positive_int, write
 
 if TYPE_CHECKING:
-    from torchguard.verification.fuzz import Trial
+    from torchguard.verification.fuzz import Program
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,10 +58,11 @@ def _main(options: argparse.Namespace) -> int:
                 # Every program is a function of the same name and file, and Dynamo counts
                 # recompilations by code object: none may count for the next one.
                 torch.compiler.reset()
-                trial = attempt(program(seed), lambda f: torch.compile(f, backend=backend))
+                made = program(seed)
+                differences = attempt(made, lambda f: torch.compile(f, backend=backend))
                 count += 1
-                wrong += bool(trial.wrong)
-                _show(trial, count, options.count)
+                wrong += bool(differences)
+                _show(made, differences, f"{count}/{options.count}")
     except KeyboardInterrupt:
         return interrupted("fuzz")
     report, told = checked.stats(), ", without the check"
@@ -74,9 +75,9 @@ def _main(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _show(trial: Trial, count: int, total: int) -> None:
-    verdict = "wrong" if trial.wrong else "right"
-    sys.stderr.write(f"[{count}/{total}] program {trial.program.seed}: {verdict}\n")
-    if trial.wrong:
-        differences = "".join(f"# {line}\n" for line in trial.wrong)
-        write(f"# program {trial.program.seed}\n{differences}{trial.program.source}\n")
+def _show(made: Program, wrong: list[str], position: str) -> None:
+    verdict = "wrong" if wrong else "right"
+    sys.stderr.write(f"[{position}] program {made.seed}: {verdict}\n")
+    if wrong:
+        differences = "".join(f"# {line}\n" for line in wrong)
+        write(f"# program {made.seed}\n{differences}{made.source}\n")

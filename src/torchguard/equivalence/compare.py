@@ -275,9 +275,10 @@ class _Comparison:
         for name in names if self.policy.metadata else names[:1]:
             want, got = getattr(expected, name), getattr(actual, name)
             if want != got:
-                what = f"{name} {_plain(got)}, eager has {_plain(want)}"
-                kind: Any = "shape" if name == "shape" else "metadata"
-                return Difference(part, key, what, kind)
+                if name == "shape":
+                    want, got = tuple(want), tuple(got)
+                what = f"{name} {got}, eager has {want}"
+                return Difference(part, key, what, "shape" if name == "shape" else "metadata")
         # Autograd gives a leaf's gradient the leaf's own strides.
         compared = self.policy.metadata and part != "gradients"
         if compared and not same_strides(expected, actual):
@@ -323,10 +324,6 @@ class _Comparison:
 _PLAIN = (
     type(None), int, float, complex, str, bytes, bool, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, torch.Size) else value
 
 
 # ---- numbers ----

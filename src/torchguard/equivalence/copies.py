@@ -437,28 +437,26 @@ def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
-    spans = [(f"output {i}", _span(value)) for i, value in enumerate(outputs)]
-    others = [(f"input {i}", _span(value)) for i, value in enumerate(inputs)]
+    spans = [
+        (f"{kind} {number}", value.device, *_span(value))
+        for kind, values in (("input", inputs), ("output", outputs))
+        for number, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if value.numel() and value.untyped_storage().nbytes()
+    ]
     return frozenset(
         (name, other)
-        for position, (name, span) in enumerate(spans)
-        for other, other_span in [*spans[:position], *others]
-        if span is not None and other_span is not None and _overlap(span, other_span)
+        for place, (name, device, begin, end) in enumerate(spans)
+        if name.startswith("output")
+        for other, its_device, its_begin, its_end in spans[:place]
+        if device == its_device and begin < its_end and its_begin < end
     )
 
 
-def _span(value: Any) -> tuple[torch.device, int, int] | None:
-    """Return the device, the first address and the address behind the last element."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    if not value.numel() or not value.untyped_storage().nbytes():
-        return None
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address and the address behind the last element."""
     # What lies between may belong to another view, but then in eager and compiled code alike.
-    sizes = zip(value.shape, value.stride(), strict=True)
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
-    first = value.data_ptr()
-    return value.device, first, first + (last + 1) * value.element_size()
-
-
-def _overlap(one: tuple[torch.device, int, int], other: tuple[torch.device, int, int]) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()

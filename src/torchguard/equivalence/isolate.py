@@ -160,22 +160,18 @@ def all_generators() -> list[_Access]:
     bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
     in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
     if in_use != _known[0]:
-        python = random.getstate, random.setstate
-        _known = in_use, [*_of_torch(), python, _of_numpy(bit_generator)]
+        found: list[_Access] = [(torch.get_rng_state, torch.set_rng_state)]
+        devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
+        for device in devices:
+            # To ask for the state of a device that was not used yet would start it.
+            for index in range(device.device_count()) if device.is_initialized() else ():
+                get_state = functools.partial(device.get_rng_state, index)
+                found.append((get_state, functools.partial(device.set_rng_state, device=index)))
+        if torch.backends.mps.is_available():
+            found.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
+        found.append((random.getstate, random.setstate))
+        _known = in_use, [*found, _of_numpy(bit_generator)]
     return _known[1]
-
-
-def _of_torch() -> list[_Access]:
-    found: list[_Access] = [(torch.get_rng_state, torch.set_rng_state)]
-    devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
-    for device in devices:
-        # To ask for the state of a device that was not used yet would start it.
-        for index in range(device.device_count()) if device.is_initialized() else ():
-            get_state = functools.partial(device.get_rng_state, index)
-            found.append((get_state, functools.partial(device.set_rng_state, device=index)))
-    if torch.backends.mps.is_available():
-        found.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-    return found
 
 
 def _of_numpy(bit_generator: Any) -> _Access:

@@ -172,8 +172,7 @@ class VerifiedBackend:
             or (first.name == "inductor" and inductor_draws_like_eager(first.compile)),
         )
         numbers = numbers_in(traced, example_inputs)
-        placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        sizes = sizes_of(examples, [node.meta.get("example_value") for node in placeholders])
+        sizes = sizes_of(traced, examples)
         if (sizes is None and not numbers) or self.checks.check_each == "graph":
             return checked_calls(check)
         return checked_calls_of_new_sizes(check, sizes, numbers)
@@ -374,33 +373,28 @@ class _Calls:
 
     def look(self, inputs: tuple[Any, ...]) -> str | None:
         """Check the call if its sizes are new; return the text of a warning."""
-        try:
-            return self._look(inputs)
-        except BaseException:
-            self._restart()
-            raise
-
-    def _look(self, inputs: tuple[Any, ...]) -> str | None:
         check, warning = self.check, None
-        known, _, sizes_of = self.state
+        known, runs, sizes_of = self.state
         if known is None:
             return None
         sizes = sizes_of(inputs)
         if sizes not in known and self._checked.lacking(sizes, check.mutates_inside):
-            many = self._checked.too_many and check.mutates_inside
-            if not (many and check.mutate_outside(inputs)):
-                warning = check.check(inputs)
-            if check.runs is not self.state[1]:
-                self._restart()
-                sizes = self.state[2](inputs)
+            try:
+                many = self._checked.too_many and check.mutates_inside
+                if not (many and check.mutate_outside(inputs)):
+                    warning = check.check(inputs)
+            finally:
+                if check.runs is not runs:
+                    self._restart()
+            known, runs, sizes_of = self.state
+            sizes = sizes_of(inputs)
             if check.conclusive:
                 self._checked.checked(sizes)
         if check.settled:
-            self.state = (None, check.runs, self.state[2])
-        elif len(self.state[0] or ()) >= _MOST_KNOWN:
-            self.state = (set(), check.runs, self.state[2])
-        known = self.state[0]
-        if known is not None and not self._checked.lacking(sizes, check.mutates_inside):
+            self.state = (None, runs, sizes_of)
+        elif known is None or len(known) >= _MOST_KNOWN:
+            self.state = (set(), runs, sizes_of)
+        elif not self._checked.lacking(sizes, check.mutates_inside):
             known.add(sizes)
         return warning
 

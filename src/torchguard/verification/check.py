@@ -33,6 +33,10 @@ from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
 
 
+class _UnverifiedError(Exception):
+    """The graph can't be compared with eager; the text is the reason."""
+
+
 class _Judged(NamedTuple):
     """What was found about one way to compile the graph."""
 
@@ -122,6 +126,8 @@ class GraphCheck:
             warning = None
             try:
                 warning = self._check(inputs)
+            except _UnverifiedError as reason:
+                self._leave(str(reason))
             except torch.OutOfMemoryError:
                 self._leave("out of memory while re-running the graph for verification")
             except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
@@ -145,9 +151,6 @@ class GraphCheck:
 
     def _check(self, inputs: Sequence[Any]) -> str | None:
         eager = self._run_eagerly(inputs)
-        if isinstance(eager, str):
-            self._leave(eager)
-            return None
         self._mutates |= bool(eager.mutated)
         judged = self._judge(self.fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
@@ -157,11 +160,8 @@ class GraphCheck:
             if wrong is not None:
                 judged, eager, inputs = wrong
         if judged.differences:
-            again = self._run_eagerly(inputs)
-            if isinstance(again, str) or not judge(eager, again, COMPILING).equal:
-                unsteady = "eager itself does not give the same result twice"
-                self._leave(again if isinstance(again, str) else unsteady)
-                return None
+            if not judge(eager, self._run_eagerly(inputs), COMPILING).equal:
+                raise _UnverifiedError("eager itself does not give the same result twice")
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
             reason = f"eager raises {type(eager.error).__name__}"
@@ -189,8 +189,11 @@ class GraphCheck:
         repeated = with_a_repeated_id(inputs)
         if repeated is None:
             return None
-        again = self._run_eagerly(repeated)
-        if isinstance(again, str) or again.gradients.keys() != eager.gradients.keys():
+        try:
+            again = self._run_eagerly(repeated)
+        except _UnverifiedError:
+            return None  # the call itself could be compared, and was right
+        if again.gradients.keys() != eager.gradients.keys():
             return None
         judged = self._judge(self.fallbacks[self._position], self.runs, again, repeated)
         others = any(each.part != "gradients" for each in judged.differences)
@@ -204,11 +207,11 @@ class GraphCheck:
             self.record.status = "unverified"
             self.record.reason = reason
 
-    def _run_eagerly(self, inputs: Sequence[Any]) -> Outcome | str:
-        """Return what eager does, or why that can't be compared with what runs."""
+    def _run_eagerly(self, inputs: Sequence[Any]) -> Outcome:
+        """Return what eager does; raises where that can't be compared with what runs."""
         reason = self._why_not_run(inputs)
         if reason is not None:
-            return reason
+            raise _UnverifiedError(reason)
         eager = run_on_copies(self.traced.graph, inputs, self.traced.owned)
         self._overlaps = eager.overlaps or self._overlaps
         eager.random = eager.random and draws_random_numbers(
@@ -219,8 +222,10 @@ class GraphCheck:
             self._settled = self.options.group is None
             name = self.fallbacks[0].name
             if name != "inductor":
-                return f"it draws random numbers, which {name} may draw in its own way"
-            return (
+                raise _UnverifiedError(
+                    f"it draws random numbers, which {name} may draw in its own way"
+                )
+            raise _UnverifiedError(
                 "it draws random numbers, which inductor draws in its own way; with the option "
                 "fallback_random=True it can be checked"
             )
@@ -232,8 +237,7 @@ class GraphCheck:
         if reason is not None:
             return reason
         limit = self.options.max_bytes
-        size = 0 if limit is None else bytes_of(tensors)
-        if limit is not None and size > limit:
+        if limit is not None and (size := bytes_of(tensors)) > limit:
             return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
         if any(has_hooks(tensor) for tensor in self.traced.owned):
             return "a tensor that the graph owns has hooks"
@@ -251,14 +255,13 @@ class GraphCheck:
         """Compare what a fallback has compiled with eager."""
         found, note = self._differences(fallback, function, eager, inputs)
         strides = {each.key: each.strides for each in found if each.strides is not None}
-        if not found or len(strides) < len(found):
-            return _Judged(found, function, note)
-        relaid = with_strides(function, strides)
-        if self._differences(fallback, relaid, eager, inputs)[0]:
-            return _Judged(found, function)
-        outputs = ", ".join(map(str, sorted(strides)))
-        note = f"{fallback.name} gives outputs other strides, they get eager's: {outputs}"
-        return _Judged((), relaid, note)
+        if found and len(strides) == len(found):
+            relaid = with_strides(function, strides)
+            if not self._differences(fallback, relaid, eager, inputs)[0]:
+                outputs = ", ".join(map(str, sorted(strides)))
+                note = f"{fallback.name} gives outputs other strides, they get eager's: {outputs}"
+                return _Judged((), relaid, note)
+        return _Judged(found, function, note)
 
     def _differences(
         self,
@@ -344,9 +347,7 @@ class GraphCheck:
         place, function = self._position + 1, None
         start, self.conclusive = time.perf_counter(), True
         with contextlib.suppress(Exception):  # as in check()
-            eager = self._run_eagerly(inputs)
-            if not isinstance(eager, str):
-                function = self._compiled_right(place, eager, inputs)
+            function = self._compiled_right(place, self._run_eagerly(inputs), inputs)
         # Not in a finally: the ranks that were not interrupted would count one check less.
         self.record.checks += 1
         self.record.seconds += time.perf_counter() - start
@@ -366,11 +367,11 @@ class GraphCheck:
                 return
             if mine == furthest:
                 continue  # the others come down, and may have to go further
-            eager: Outcome | str = "unverified"
+            eager: Outcome | None = None
             if self.record.status != "unverified":
-                with contextlib.suppress(torch.OutOfMemoryError):
+                with contextlib.suppress(torch.OutOfMemoryError, _UnverifiedError):
                     eager = self._run_eagerly(inputs)
-            self._fall_back(None if isinstance(eager, str) else eager, inputs, furthest)
+            self._fall_back(eager, inputs, furthest)
             self.record.runs = self.fallbacks[self._position].name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -123,7 +124,6 @@ class TracedGraph:
     symbols: list[Any]
     """What it had decided about the sizes of each input."""
 
-    _eager: Callable[..., Any] | None = None
     _guards: int | None = None
     """How many guards on sizes there were when Dynamo wrote its own."""
 
@@ -132,11 +132,10 @@ class TracedGraph:
         """Whether the graph has dynamic shapes."""
         return any(isinstance(example, SYMBOLIC) for example in self.examples)
 
-    def eager(self, *inputs: Any) -> Any:
-        """Run the graph as Dynamo traced it; operands that it overwrites are copied first."""
-        if self._eager is None:
-            self._eager = reference_of(self.graph)
-        return self._eager(*inputs)
+    @functools.cached_property
+    def eager(self) -> Callable[..., Any]:
+        """Runs the graph as Dynamo traced it; operands that it overwrites are copied first."""
+        return reference_of(self.graph)
 
     def compile(self, fallback: Fallback, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         """Compile with a fallback; None if it can't, or only under guards that are never evaluated.
@@ -178,20 +177,18 @@ def with_strides(
     def run(*inputs: Any) -> Any:
         returned = list(function(*inputs))
         for position, order in orders.items():
-            returned[position] = _copied(returned[position], order)
+            value = returned[position]
+            strides, size = [0] * value.dim(), 1
+            for dim in reversed(order):
+                strides[dim] = size
+                size *= max(value.size(dim), 1)
+            sizes = zip(value.shape, value.stride(), strides, strict=True)
+            if any(length != 1 and has != wanted for length, has, wanted in sizes):
+                # Not permute().contiguous(): the result would be a view, and eager's is not.
+                made = torch.empty_strided(
+                    value.shape, strides, dtype=value.dtype, device=value.device
+                )
+                returned[position] = made.copy_(value)
         return returned
 
     return run
-
-
-def _copied(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    strides, size = [0] * tensor.dim(), 1
-    for dim in reversed(order):
-        strides[dim] = size
-        size *= max(tensor.size(dim), 1)
-    sizes = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    if all(length == 1 or has == wanted for length, has, wanted in sizes):
-        return tensor
-    # Not permute().contiguous(): the result would be a view, and eager's is not.
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)

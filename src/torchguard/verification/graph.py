@@ -45,15 +45,20 @@ def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _graphs_in(graph: fx.GraphModule) -> list[fx.GraphModule]:
+def graphs_in(graph: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the graph and those that its higher-order operators hold."""
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+
+
+def placeholders_of(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes of the inputs."""
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
 def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
     """Return the tensors that the graph holds itself: the parameters of an optimizer."""
     found: dict[int, torch.Tensor] = {}
-    for part in _graphs_in(graph):
+    for part in graphs_in(graph):
         for node in part.graph.nodes:
             value: Any = part
             for name in str(node.target).split(".") if node.op == "get_attr" else ():
@@ -84,12 +89,13 @@ def place_of(graph: fx.GraphModule) -> tuple[str, str]:
 # ---- the sizes of a call ----
 
 
-def sizes_of(examples: Sequence[Any], traced: Sequence[Any]) -> SizesOf | None:
+def sizes_of(graph: fx.GraphModule, examples: Sequence[Any]) -> SizesOf | None:
     """Return what reads the sizes from the inputs of a call; None for a graph with static shapes.
 
-    Dynamo gives a graph every symbol of the fake inputs that it has ``traced`` as an integer of its
+    Dynamo gives a graph every symbol of the fake inputs that it has traced as an integer of its
     own: a symbolic one among the ``examples`` that the backend was given.
     """
+    traced = [node.meta.get("example_value") for node in placeholders_of(graph)]
     places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
     given = symbols_in([examples[place] for place in places])
     if symbols_in(traced) - given:
@@ -110,10 +116,9 @@ def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
 
     Dynamo gives a graph each float that has differed between calls as a tensor without dims.
     """
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return [
         place
-        for place, (node, example) in enumerate(zip(placeholders, examples, strict=True))
+        for place, (node, example) in enumerate(zip(placeholders_of(graph), examples, strict=True))
         if any(user.op == "call_method" and user.target == "item" for user in node.users)
         and isinstance(example, torch.Tensor)
         and example.device.type == "cpu"
@@ -144,7 +149,7 @@ def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str
 
     ``run_twice`` names custom operators of which the user knows that they may be.
     """
-    for part in _graphs_in(graph):
+    for part in graphs_in(graph):
         for node in part.graph.nodes:
             reason = None
             if node.op == "call_function":
@@ -206,13 +211,8 @@ def unlogged() -> Iterator[None]:
         return record.thread != thread or record.name.partition(".")[0] != "torch"
 
     # A logger's filter does not see what its children log, a handler's does.
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {
-        handler
-        for logger in loggers
-        if isinstance(logger, logging.Logger)
-        for handler in logger.handlers
-    }
+    loggers: list[Any] = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     if logging.lastResort is not None:
         handlers.add(logging.lastResort)
     for handler in handlers:

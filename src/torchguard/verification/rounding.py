@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 from torchguard.verification.fallback import Compiler
-from torchguard.verification.graph import copy_graph, unlogged
+from torchguard.verification.graph import copy_graph, graphs_in, unlogged
 
 _RUNS = 16
 """How many runs eager makes at most, each with its inputs perturbed otherwise."""
@@ -42,8 +41,8 @@ def not_by_rounding(
     # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
     some_require_grad = any(tensor.requires_grad for tensor in tensors)
     chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_require_grad]
-    places = [(each, _Places.of(each, eager, compiled)) for each in found]
-    compared = [place for _, place in places if place is not None]
+    places = [(each, _apart(each, eager, compiled)) for each in found]
+    compared = [(each, left) for each, left in places if left is not None]
     if not compared or not any(map(can_be_perturbed, chosen)):
         return list(found)
 
@@ -56,13 +55,13 @@ def not_by_rounding(
             return list(found)
         for seed in range(_RUNS):
             other = run_on_copies(graph, inputs, change=functools.partial(change, seed))
-            for place in compared:
-                place.reach(other)
-            if not any(place.left.any() for place in compared):
+            for each, left in compared:
+                left.logical_and_(~_reached(each, eager, compiled, other))
+            if not any(left.any() for _, left in compared):
                 break
     except torch.OutOfMemoryError:
         return list(found)
-    return [each for each, place in places if place is None or place.left.any()]
+    return [each for each, left in places if left is None or left.any()]
 
 
 def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
@@ -98,40 +97,29 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
         return None
 
 
-@dataclass
-class _Places:
-    """The elements of a tensor at which the compiled graph and eager differ."""
+def _apart(difference: Difference, eager: Outcome, compiled: Outcome) -> torch.Tensor | None:
+    """Return at which elements a tensor differs, as a mask; None where more than values does."""
+    if not difference.finite:
+        return None
+    one, other = (value_of(each, difference.part, difference.key) for each in (eager, compiled))
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None  # a gradient that only one of them has
+    return ~close(one.detach(), other.detach())
 
-    difference: Difference
-    eager: torch.Tensor
-    compiled: torch.Tensor
-    left: torch.Tensor
-    """The places that no run of eager has reached yet."""
 
-    @classmethod
-    def of(cls, difference: Difference, eager: Outcome, compiled: Outcome) -> _Places | None:
-        """Find the places; None where more than values differs."""
-        if not difference.finite:
-            return None
-        part, key = difference.part, difference.key
-        one, other = (value_of(outcome, part, key) for outcome in (eager, compiled))
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            return None  # a gradient that only one of them has
-        one, other = one.detach(), other.detach()
-        return cls(difference, one, other, ~close(one, other))
-
-    def reach(self, outcome: Outcome) -> None:
-        """Clear the places that this run of eager has reached."""
-        value = value_of(outcome, self.difference.part, self.difference.key)
-        if not isinstance(value, torch.Tensor) or value.shape != self.eager.shape:
-            return
-        if self.eager.is_floating_point() or self.eager.is_complex():
-            eager = as_double(self.eager)
-            away = (as_double(value.detach()) - eager).abs()
-            off = (as_double(self.compiled) - eager).abs()
-            self.left &= ~(away.isfinite() & (_MULTIPLE * away >= off))
-        else:
-            self.left &= value.detach() != self.compiled
+def _reached(
+    difference: Difference, eager: Outcome, compiled: Outcome, again: Outcome
+) -> torch.Tensor:
+    """Return at which elements another run of eager is about as far from eager as compiled."""
+    outcomes = (eager, compiled, again)
+    one, other, now = (value_of(each, difference.part, difference.key) for each in outcomes)
+    if not isinstance(now, torch.Tensor) or now.shape != one.shape:
+        return torch.zeros((), dtype=torch.bool, device=one.device)
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.eq(now.detach(), other)
+    expected = as_double(one.detach())
+    away, off = ((as_double(each.detach()) - expected).abs() for each in (now, other))
+    return away.isfinite() & (_MULTIPLE * away >= off)
 
 
 # ---- graphs in double precision ----
@@ -159,9 +147,7 @@ def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule |
     if why_not_copied(inputs, _wider) is not None:
         return None
     copied = copy_graph(graph)
-    for part in copied.modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
+    for part in graphs_in(copied):
         for node in part.graph.nodes:
             if node.op == "call_method" and node.target == "view":
                 if any(isinstance(value, torch.dtype) for value in node.args):

@@ -12,13 +12,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import BuiltinMethodType, CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 import wrapt
 
-from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 from torchguard._torch.tensors import private
 
 DYNAMO = "torch._dynamo"
@@ -121,47 +120,10 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         kind = _kind_of_variable()
     except (AttributeError, TypeError):  # another Dynamo; or other code's wrapper without a hash
         return
-    _accept_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
     replacement._torchdynamo_orig_callable = wrapped
     replacement._torchdynamo_wrapper_id = id(replacement)
-
-
-@functools.cache
-def _accept_frozensets(builder: Any, variables: Any) -> None:
-    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins."""
-    # Up to torch 2.8 it takes no other functions.
-    # https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
-    if hasattr(variables, "UserDefinedSetVariable"):
-        return
-    by_type = builder.VariableBuilder._type_dispatch()
-    by_id = builder.VariableBuilder._id_dispatch()
-
-    def is_known(item: Any) -> bool:
-        return (
-            (item in _originals and id(item) in by_id)
-            or (isinstance(item, BuiltinMethodType) and item.__module__ == "torch")
-            or item in torch.utils._pytree.BUILTIN_TYPES
-        )
-
-    def build(self: Any, value: frozenset[Any]) -> Any:
-        if value.isdisjoint(_originals) or not all(map(is_known, value)):
-            del by_type[frozenset]
-            try:
-                return self._wrap(value)
-            finally:
-                by_type[frozenset] = build
-        # Not by Dynamo's table of functions, which may have been filled anew without replacements.
-        kind = _kind_of_variable()
-        items = [
-            kind(item) if item in _originals else builder.SourcelessBuilder.create(self.tx, item)
-            for item in value
-        ]
-        self.install_guards(builder.GuardBuilder.ID_MATCH)
-        return builder.FrozensetVariable(items, source=self.source)
-
-    by_type[frozenset] = build
 
 
 @functools.cache
@@ -250,26 +212,6 @@ def fake_of(variable: Any) -> torch.Tensor | None:
     node = getattr(getattr(variable, "proxy", None), "node", None)
     fake = getattr(node, "meta", {}).get("example_value")
     return fake if isinstance(fake, torch.Tensor) else None
-
-
-@contextlib.contextmanager
-def tracing_unseen() -> Iterator[None]:
-    """Let Dynamo trace something of ours as in a fresh thread; its counts are as before then."""
-    utilities: Any = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utilities, "counters", {})
-    before = {name: dict(counted) for name, counted in counters.items()}
-    modes = torch_function_modes()
-    replace_torch_function_modes([])
-    try:
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            yield
-    finally:
-        replace_torch_function_modes(modes)
-        for name in list(counters):
-            counters[name].clear()
-            counters[name].update(before.get(name, {}))
-            if name not in before:
-                del counters[name]
 
 
 def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:

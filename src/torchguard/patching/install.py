@@ -35,19 +35,15 @@ _waiting: list[str] = []  # guards of Dynamo that is not imported yet
 class Installation:
     """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
 
-    def __init__(
-        self, names: tuple[str, ...], skipped: dict[str, str], *, only_if_needed: bool = True
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], skipped: dict[str, str]) -> None:
         self.names = names
         """The guards this installation holds."""
 
         self.skipped = skipped
         """Guards this torch does not need, each with the reason.
 
-        A guard of Dynamo can move here from ``names`` when Dynamo is imported.
+        A guard of Dynamo moves here from ``names`` where what is imported is built differently.
         """
-
-        self._only_if_needed = only_if_needed
 
     def uninstall(self) -> None:
         """Let go of this installation's guards; those that no other installation holds are undone.
@@ -122,9 +118,8 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 
     ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
-    that, they wait for it, and count as installed; they are tried then, and may move
-    to ``.skipped``. What was compiled before stays as it is: install first, or call
-    ``torch.compiler.reset()``.
+    that, they wait for it, and count as installed. What was compiled before stays as
+    it is: install first, or call ``torch.compiler.reset()``.
 
     Args:
         *names: which guards; none for the default set.
@@ -174,7 +169,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         _paths.update({name: list(replacements) for name, replacements in new.items()})
         for name in now:
             GUARDS[name].changed()
-        installation = Installation(chosen, skipped, only_if_needed=only_if_needed)
+        installation = Installation(chosen, skipped)
         for name in chosen:
             if name not in _holders and name not in now:
                 _waiting.append(name)
@@ -271,28 +266,17 @@ def _dynamo_was_imported(_: ModuleType) -> None:
 
 
 def _apply_waiting() -> None:
+    """Patch Dynamo for the guards that have waited for it, or let their holders know why not."""
     while _waiting:
-        _apply_late(_waiting.pop(0))
-
-
-def _apply_late(name: str) -> None:
-    """Patch Dynamo for a guard that has waited for it, or let all its holders know why not."""
-    guard, holders = GUARDS[name], _holders[name]
-    # Several may hold the guard: it is left out if none of them wants it on a torch that is right.
-    anyway = any(not holder._only_if_needed for holder in holders)
-    reason = None if anyway else guard.not_needed()
-    if reason is None:
+        name = _waiting.pop(0)
         try:
-            replacements = guard.replacements()
+            replacements = GUARDS[name].replacements()
             patch.apply(replacements.items())
         except AttributeError as error:  # importing Dynamo must not fail for it
-            reason = f"this torch's Dynamo is built differently: {error}"
+            for holder in _holders.pop(name):
+                holder._skip(name, f"this torch's Dynamo is built differently: {error}")
         else:
             _paths[name] = list(replacements)
-            return
-    for holder in holders:
-        holder._skip(name, reason)
-    del _holders[name]
 
 
 def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def as_trace(function: Any) -> Any:
 
 
 def as_fx_graph(function: Any) -> Any:
-    module = make_fx(function, tracing_mode="symbolic")(*SQUARE)
+    module: Any = make_fx(function, tracing_mode="symbolic")(*SQUARE)
     guards = {str(each.expr) for each in module.shape_env.guards}
     return graph(module), sorted(guards)
 

@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -233,20 +234,12 @@ def _torchscript_builtins() -> dict[int, str]:
 # ---- the graph that Dynamo is compiling ----
 
 
+@dataclass(unsafe_hash=True)
 class _Key:
     """A backend, and what it is used for: Dynamo keeps what it compiles with it, by equality."""
 
-    def __init__(self, backend: Any, purpose: str) -> None:
-        self._backend: Callable[[], Any] = weakref.ref(backend)
-        self._purpose = purpose
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Key):
-            return False
-        return self._purpose == other._purpose and bool(self._backend() == other._backend())
-
-    def __hash__(self) -> int:
-        return hash(self._purpose)
+    backend: weakref.ref[Any] = field(hash=False)  # two are equal as what they refer to is
+    purpose: str
 
 
 # Up to 2.8 Dynamo compares with keys it holds no reference to, so each small key stays.
@@ -270,7 +263,7 @@ def compiling_as(callback: Any, purpose: str) -> Any:
         def convert(*args: Any, **kwargs: Any) -> Any:
             return reference()(*args, **kwargs)
 
-        _keys.append(_Key(backend, purpose))
+        _keys.append(_Key(weakref.ref(backend), purpose))
         vars(convert).update(dict.fromkeys(_ORIGINAL, _keys[-1]))
         _compiling[callback] = convert
     return _compiling[callback]

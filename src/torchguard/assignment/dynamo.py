@@ -154,7 +154,11 @@ def _as_assignment(graph: fx.Graph, node: fx.Node, name: str) -> None:
     """Write the assignment in place of a node."""
     # https://docs.pytorch.org/docs/stable/fx.html#proxy-retracing
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: fx.Proxy(each, tracer))
+
+    def proxy_of(each: fx.Node) -> Any:
+        return fx.Proxy(each, tracer)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxy_of)
     # torch calls it input, and torch.ops.aten self.
     kwargs = {"t" if key in {"input", "self"} else key: each for key, each in kwargs.items()}
     try:

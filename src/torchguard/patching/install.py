@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -32,18 +33,18 @@ _waiting: list[str] = []  # guards of Dynamo that is not imported yet
 
 
 @public
+@dataclass(eq=False)
 class Installation:
     """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
 
-    def __init__(self, names: tuple[str, ...], skipped: dict[str, str]) -> None:
-        self.names = names
-        """The guards this installation holds."""
+    names: tuple[str, ...]
+    """The guards this installation holds."""
 
-        self.skipped = skipped
-        """Guards this torch does not need, each with the reason.
+    skipped: dict[str, str]
+    """Guards this torch does not need, each with the reason.
 
-        A guard of Dynamo moves here from ``names`` where what is imported is built differently.
-        """
+    A guard of Dynamo moves here from ``names`` where what is imported is built differently.
+    """
 
     def uninstall(self) -> None:
         """Let go of this installation's guards; those that no other installation holds are undone.
@@ -60,18 +61,11 @@ class Installation:
         for holders in _holders.values():
             holders.discard(self)
 
-    def _skip(self, name: str, reason: str) -> None:
-        self.names = tuple(each for each in self.names if each != name)
-        self.skipped[name] = reason
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.uninstall()
-
-    def __repr__(self) -> str:
-        return f"Installation(names={self.names!r}, skipped={self.skipped!r})"
 
 
 @public
@@ -274,7 +268,8 @@ def _apply_waiting() -> None:
             patch.apply(replacements.items())
         except AttributeError as error:  # importing Dynamo must not fail for it
             for holder in _holders.pop(name):
-                holder._skip(name, f"this torch's Dynamo is built differently: {error}")
+                holder.names = tuple(each for each in holder.names if each != name)
+                holder.skipped[name] = f"this torch's Dynamo is built differently: {error}"
         else:
             _paths[name] = list(replacements)
 

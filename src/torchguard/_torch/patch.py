@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
@@ -108,9 +108,7 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     with _without_overlays(path for path, _ in wanted):
         for path, make in wanted:
             if _was_taken_away(_table[path]):
-                holders = _table[path].holders
-                _table[path] = _patch(path, make)
-                _table[path].holders = holders
+                _table[path] = replace(_patch(path, make), holders=_table[path].holders)
 
 
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:

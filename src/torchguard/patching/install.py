@@ -14,7 +14,6 @@ from typing_extensions import Self
 from torchguard._public import public
 from torchguard._torch import (
     DYNAMO,
-    dynamo_is_imported,
     dynamo_is_there,
     fill_tables,
     on_import,
@@ -141,7 +140,6 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
     # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
     on_import(DYNAMO, _dynamo_was_imported)
-    dynamo = dynamo_is_imported()
     with patch.lock:
         skipped = {
             name: reason
@@ -149,23 +147,22 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if reason is not None and name not in _holders
         }
         chosen = tuple(name for name in wanted if name not in skipped)
-        now = [
-            name
+        new = {
+            name: GUARDS[name].paths()
             for name in chosen
-            if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
-        ]
-        new = {name: GUARDS[name].paths() for name in now}
+            if name not in _holders and (dynamo_is_there() or not GUARDS[name].patches_dynamo)
+        }
         fill_tables()
         for name in chosen:
             if _paths.get(name) and not _is_in_force(name):
                 patch.renew(GUARDS[name].paths().items())
         patch.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
-        for name in now:
+        for name in new:
             GUARDS[name].changed()
         installation = Installation(chosen, skipped)
         for name in chosen:
-            if name not in _holders and name not in now:
+            if name not in _holders and name not in new:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
         if dynamo_is_there():  # another thread has imported it in between

@@ -146,7 +146,7 @@ def fill_tables() -> None:
     getattr(devices, "_device_constructors", list)()
 
 
-# ---- replacements ----
+_ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))
 
 
 def describe_as(
@@ -163,6 +163,3 @@ def describe_as(
     with contextlib.suppress(TypeError, ValueError):  # most of torch's builtins have none
         signature = inspect.signature(original)
     function.__signature__ = signature  # type: ignore[attr-defined]
-
-
-_ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))

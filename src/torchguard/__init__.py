@@ -37,6 +37,7 @@ imports nothing else, not even torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from torchguard._public import __version__
@@ -104,6 +105,29 @@ _HOME = {
 _FOLDERS = ("assignment", "bucketing", "checkpoint", "checks", "defects", "equivalence", "interop",
             "patching", "rollback", "transactions", "verification")  # fmt: skip
 
+# Names that were here, for one release: what to type.
+_GONE = {
+    "BucketedReport": "stats() of what is bucketed, which is a torchguard.BucketedStats",
+    "halved": 'retry="halve": step.run(loss_of, batch, retry="halve")',
+    "is_consistent": "torchguard.check_consistent(tensor), which raises InconsistentTensorError",
+    **{
+        name: f"torchguard.errors.{name}"
+        for name in (
+            "MiscompilationError",
+            "NonResizableStorageError",
+            "OptimizerStateError",
+            "PatchConflictError",
+            "PeerFailedError",
+            "ReadOnlyMemoryError",
+            "RecompileError",
+            "ReplayMismatchError",
+            "SaveError",
+            "SharedViewError",
+            "TornSaveError",
+        )
+    },
+}
+
 __all__ = ["__version__", *(name for names in _PUBLIC.values() for name in names)]  # noqa: PLE0604 - strings
 
 
@@ -114,14 +138,17 @@ def __getattr__(name: str) -> Any:
         return found
     if name == "errors" or name in _FOLDERS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _GONE:
+        text = f"torchguard.{name} is gone; type {_GONE[name]}"
+        # `from torchguard import halved` would say "cannot import name" in place of an
+        # AttributeError's text: https://docs.python.org/3/reference/simple_stmts.html#import
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise ImportError(text, name=__name__) if imported else AttributeError(text)
     text = f"module {__name__!r} has no attribute {name!r}"
     if not name.startswith("_"):
         from difflib import get_close_matches  # noqa: PLC0415 - rarely needed
 
-        from torchguard import errors  # noqa: PLC0415
-
-        names = [*_HOME, *(f"errors.{each}" for each in vars(errors))]
-        close = get_close_matches(name, names, n=1)
+        close = get_close_matches(name, _HOME, n=1)
         text += f"; did you mean torchguard.{close[0]}?" if close else ""
     raise AttributeError(text)
 

@@ -194,6 +194,41 @@ def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> Non
             assert torch.equal(result, known(x, table, list(table)))
 
 
+def in_set(x: torch.Tensor, functions: Any) -> torch.Tensor:
+    return x + 1 if torch.add in functions else x - 1
+
+
+@pytest.mark.parametrize("filled_anew", [False, True])
+def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager(
+    filled_anew: bool,
+) -> None:
+    """Up to torch 2.8 Dynamo takes a frozenset of builtins and types alone."""
+    (x,) = square()
+    original = torch.add
+    users, _ = graphs_of(in_set, x, frozenset({torch.add, in_set}))
+    if filled_anew:  # Dynamo's table of functions, without the replacements
+        torch._dynamo.trace_rules.clear_lru_cache()
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+    def assert_same(functions: Any, expected: int = 1, **options: Any) -> None:
+        count, result = graphs_of(in_set, x, functions, **options)
+        assert count == expected
+        assert torch.equal(result, in_set(x, functions))
+
+    with install("out"):
+        replacements = frozenset({torch.add})
+        for functions in (
+            frozenset({torch.add, torch.sub}),
+            frozenset({torch.add, original, dict}),
+            frozenset({torch.sub}),
+            frozenset({original, torch.cat}),  # not what stands there now
+        ):
+            assert_same(functions, fullgraph=True)
+        assert_same(frozenset({torch.add, in_set}), users)  # one of the user's own
+    for functions in (replacements, frozenset({original}), frozenset({1, 2})):
+        assert_same(functions, fullgraph=True)
+
+
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:
     def one(x: torch.Tensor) -> torch.Tensor:
         return current(x, x)

@@ -62,6 +62,34 @@ LATE = """
 import torch, torchguard
 from dataclasses import replace
 from torchguard.patching.guards import GUARDS
+GUARDS["setitem"] = replace(
+    GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
+)
+import sys
+wanted = torchguard.install("setitem")
+print(wanted.names, wanted.skipped)
+import torch._dynamo
+print(wanted.names, wanted.skipped, torchguard.installed())
+wanted.uninstall()
+with torchguard.install("setitem", only_if_needed=False) as anyway:
+    print(anyway.names, torchguard.installed())
+print("requires_grad" in vars(torch._dynamo.variables.tensor.TensorVariable))
+"""
+
+
+def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported() -> None:
+    assert output_of(LATE).splitlines() == [
+        "('setitem',) {}",
+        "() {'setitem': 'why'} ()",
+        "('setitem',) ('setitem',)",
+        "False",
+    ]
+
+
+DIFFERENT = """
+import torch, torchguard
+from dataclasses import replace
+from torchguard.patching.guards import GUARDS
 make = torchguard._torch.patch.Computed(id)
 GUARDS["setitem"] = replace(
     GUARDS["setitem"], replacements=lambda: {"torch._dynamo.no_such_class.requires_grad": make}
@@ -75,7 +103,7 @@ print(torchguard.installed())
 
 
 def test_a_guard_that_waits_for_another_dynamo_is_skipped_when_that_is_imported() -> None:
-    assert output_of(LATE).splitlines() == [
+    assert output_of(DIFFERENT).splitlines() == [
         "('setitem',) {} ('setitem',)",
         "() setitem True",
         "()",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -55,6 +55,13 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
             importlib.import_module(name)
         _registered.add((name, action))
         wrapt.register_post_import_hook(action, name)
+
+
+def dynamo_is_imported() -> bool:
+    """Whether Dynamo is there; an import that another thread has begun is waited for."""
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo")
+    return hasattr(sys.modules.get("torch._dynamo"), "optimize")
 
 
 def dynamo_is_there() -> bool:
@@ -114,10 +121,47 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         kind = _kind_of_variable()
     except (AttributeError, TypeError):  # another Dynamo; or other code's wrapper without a hash
         return
+    _accept_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
     replacement._torchdynamo_orig_callable = wrapped
     replacement._torchdynamo_wrapper_id = id(replacement)
+
+
+@functools.cache
+def _accept_frozensets(builder: Any, variables: Any) -> None:
+    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins."""
+    # Up to torch 2.8 it takes no other functions.
+    # https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
+    if hasattr(variables, "UserDefinedSetVariable"):
+        return
+    by_type = builder.VariableBuilder._type_dispatch()
+    by_id = builder.VariableBuilder._id_dispatch()
+
+    def is_known(item: Any) -> bool:
+        return (
+            (item in _originals and id(item) in by_id)
+            or (isinstance(item, BuiltinMethodType) and item.__module__ == "torch")
+            or item in torch.utils._pytree.BUILTIN_TYPES
+        )
+
+    def build(self: Any, value: frozenset[Any]) -> Any:
+        if value.isdisjoint(_originals) or not all(map(is_known, value)):
+            del by_type[frozenset]
+            try:
+                return self._wrap(value)
+            finally:
+                by_type[frozenset] = build
+        # Not by Dynamo's table of functions, which may have been filled anew without replacements.
+        kind = _kind_of_variable()
+        items = [
+            kind(item) if item in _originals else builder.SourcelessBuilder.create(self.tx, item)
+            for item in value
+        ]
+        self.install_guards(builder.GuardBuilder.ID_MATCH)
+        return builder.FrozensetVariable(items, source=self.source)
+
+    by_type[frozenset] = build
 
 
 @functools.cache

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ from torch import fx
 
 from torchguard._torch import (
     CALL_USER_COMPILER,
+    DYNAMO,
     TENSOR_VARIABLE,
     fake_of,
     patch,
@@ -101,8 +103,13 @@ def slice_scatter_replacements() -> Mapping[str, patch.Make]:
     return {CALL_USER_COMPILER: _rewrite_first}
 
 
-@functools.cache
 def slice_scatter_not_needed() -> str | None:
+    """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
+    return _slice_scatter_tried() if DYNAMO in sys.modules else None
+
+
+@functools.cache
+def _slice_scatter_tried() -> str | None:
     """Ask for the strides of results without computing them, once per process."""
     row = torch.empty(2, device="meta")
     expanded = torch.empty((), device="meta").expand(2, 2)

@@ -55,7 +55,7 @@ class Guard:
     """Tries the defect on this torch: why the guard is not needed, or None if it is."""
 
     patches_dynamo: bool = False
-    """Whether it has to wait until something imports Dynamo."""
+    """Whether it has to wait until something imports Dynamo; it is tried again then."""
 
     in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
     """Paths to patch as soon as a module is imported, by that module's name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ from typing_extensions import Self
 from torchguard._public import public
 from torchguard._torch import (
     DYNAMO,
+    dynamo_is_imported,
     dynamo_is_there,
     fill_tables,
     on_import,
@@ -42,8 +43,10 @@ class Installation:
     skipped: dict[str, str]
     """Guards this torch does not need, each with the reason.
 
-    A guard of Dynamo moves here from ``names`` where what is imported is built differently.
+    A guard of Dynamo can move here from ``names`` when Dynamo is imported.
     """
+
+    _only_if_needed: bool = field(repr=False)
 
     def uninstall(self) -> None:
         """Let go of this installation's guards; those that no other installation holds are undone.
@@ -111,8 +114,9 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 
     ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
-    that, they wait for it, and count as installed. What was compiled before stays as
-    it is: install first, or call ``torch.compiler.reset()``.
+    that, they wait for it, and count as installed; ``"slice_scatter"`` is tried then,
+    and may move to ``.skipped``. What was compiled before stays as it is: install
+    first, or call ``torch.compiler.reset()``.
 
     Args:
         *names: which guards; none for the default set.
@@ -140,6 +144,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
     # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
     on_import(DYNAMO, _dynamo_was_imported)
+    dynamo = dynamo_is_imported()
     with patch.lock:
         skipped = {
             name: reason
@@ -150,7 +155,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         new = {
             name: GUARDS[name].paths()
             for name in chosen
-            if name not in _holders and (dynamo_is_there() or not GUARDS[name].patches_dynamo)
+            if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
         }
         fill_tables()
         for name in chosen:
@@ -160,7 +165,7 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         _paths.update({name: list(replacements) for name, replacements in new.items()})
         for name in new:
             GUARDS[name].changed()
-        installation = Installation(chosen, skipped)
+        installation = Installation(chosen, skipped, only_if_needed)
         for name in chosen:
             if name not in _holders and name not in new:
                 _waiting.append(name)
@@ -260,15 +265,21 @@ def _apply_waiting() -> None:
     """Patch Dynamo for the guards that have waited for it, or let their holders know why not."""
     while _waiting:
         name = _waiting.pop(0)
-        try:
-            replacements = GUARDS[name].replacements()
-            patch.apply(replacements.items())
-        except AttributeError as error:  # importing Dynamo must not fail for it
-            for holder in _holders.pop(name):
-                holder.names = tuple(each for each in holder.names if each != name)
-                holder.skipped[name] = f"this torch's Dynamo is built differently: {error}"
-        else:
-            _paths[name] = list(replacements)
+        # Several may hold it: it is left out if none of them wants it on a torch that is right.
+        anyway = any(not holder._only_if_needed for holder in _holders[name])
+        reason = None if anyway else GUARDS[name].not_needed()
+        if reason is None:
+            try:
+                replacements = GUARDS[name].replacements()
+                patch.apply(replacements.items())
+            except AttributeError as error:  # importing Dynamo must not fail for it
+                reason = f"this torch's Dynamo is built differently: {error}"
+            else:
+                _paths[name] = list(replacements)
+                continue
+        for holder in _holders.pop(name):
+            holder.names = tuple(each for each in holder.names if each != name)
+            holder.skipped[name] = reason
 
 
 def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:

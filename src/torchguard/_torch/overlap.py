@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchguard._torch.modes import is_wrapped
 from torchguard._torch.mutation import out_tensors, writes_of, written_tensors
 from torchguard._torch.schemas import operator_schemas, tags_of
-from torchguard._torch.tensors import has_own_dispatch
+from torchguard._torch.tensors import has_own_dispatch, private
 
 INSTALLED = "torch._foreach_add_"
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
@@ -108,9 +107,14 @@ def _same_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+_is_wrapped: Callable[[Any], bool] = private(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda _: False
+)
+
+
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor whose memory can be asked for: itself, or what ``vmap`` wraps."""
-    while is_wrapped(tensor):
+    while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None

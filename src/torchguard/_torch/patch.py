@@ -202,9 +202,9 @@ class _Aside:
             overlay(self.overlays)
 
     def end(self, users: int = 1) -> None:
-        """Count some users less; the last one puts back, and so does one inside of a change."""
+        """Count some users less; the last one puts back."""
         self.users = max(0, self.users - users)
-        if not self.users or self.changing:
+        if not self.users:
             self.put_back()
 
 
@@ -220,13 +220,16 @@ def originals_set_aside() -> Iterator[None]:
     """
     with lock:
         _aside.users += 1
-        if not _aside.is_on:
+        has_taken = not _aside.is_on
+        if has_taken:
             _aside.take_away()
     try:
         yield
     finally:
         with lock:
             _aside.end()
+            if has_taken and _aside.changing:  # in the midst of a change of this very thread
+                _aside.put_back()
 
 
 @contextlib.contextmanager

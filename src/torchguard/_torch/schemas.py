@@ -126,11 +126,13 @@ def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:
     function = vars(namespace)[name]
     if not callable(function) or isinstance(function, type) or is_torchs_own(function):
         return False
-    short = namespace.__name__.rpartition(".")[2]
-    in_c = getattr(torch._C, "_nn" if short == "functional" else f"_{short}", None)
-    builtin = getattr(in_c, name if short == "functional" else f"{short}_{name}", None)
-    builtin = builtin or getattr(torch._C._VariableFunctions, name, None)
-    return isinstance(builtin, BuiltinFunctionType) and has_python_out(builtin)
+    wrapped = inspect.unwrap(function)
+    if not is_torchs_own(wrapped):
+        short = namespace.__name__.rpartition(".")[2]
+        in_c = getattr(torch._C, "_nn" if short == "functional" else f"_{short}", None)
+        wrapped = getattr(in_c, name if short == "functional" else f"{short}_{name}", None)
+        wrapped = wrapped or getattr(torch._C._VariableFunctions, name, None)
+    return isinstance(wrapped, BuiltinFunctionType) and has_python_out(wrapped)
 
 
 def paths_behind_python(*names: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -39,6 +40,16 @@ import torch._dynamo
 with torchguard.install("setitem"):
     print("setitem" in torchguard.installed(), torchguard.installed())
     print(is_right(), torchguard.installed())
+print(is_right(), "setitem" in torchguard.installed())
+""",
+    "in a hook on its import": """
+import wrapt
+torchguard.install("resize").uninstall()  # its own hook comes first
+wrapt.register_post_import_hook(lambda _: torchguard.install("setitem"), "torch._dynamo")
+import torch._dynamo
+print("setitem" in torchguard.installed(), torchguard.installed())
+print(is_right(), torchguard.installed())
+torchguard.uninstall()
 print(is_right(), "setitem" in torchguard.installed())
 """,
     "uninstalled while it waits": """
@@ -113,6 +124,8 @@ def test_a_guard_that_waits_for_another_dynamo_is_skipped_when_that_is_imported(
 def test_a_dynamo_that_is_built_differently_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    importlib.import_module("torch._dynamo")  # a guard would wait for it
+
     def nowhere() -> dict[str, Any]:
         return {"torch._dynamo.variables.tensor.TensorVariable.no_such_method": lambda made: made}
 

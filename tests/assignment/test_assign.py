@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.testing._internal.common_methods_invocations import op_db
 
 from support.assigned import INDICES, assignments, base, outcome, plain, same
 from torchguard import sliced_assign, sliced_assign_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,38 +56,6 @@ def test_what_hypothesis_draws_is_as_plain_assignment(case: tuple[torch.Tensor, 
     expected = outcome(plain, *case)
     assert same(outcome(sliced_assign, *case), expected)
     assert same(outcome(written, *case), expected)
-
-
-# --- the OpInfo database
-
-
-def _samples(name: str) -> list[Any]:
-    op = next(op for op in op_db if op.name == name)
-    return list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
-
-
-def _calls() -> Iterator[tuple[torch.Tensor, Any, Any, torch.Tensor | None]]:
-    """Tensor, index, value, and what the operator itself makes of them."""
-    for s in _samples("__getitem__"):
-        yield s.input, s.args[0], torch.tensor(0.5).double(), None
-    for s in _samples("index_put"):
-        if not (s.kwargs.get("accumulate") or (len(s.args) > 2 and s.args[2])):
-            index = tuple(s.args[0])
-            yield s.input, index, s.args[1], s.input.index_put(index, s.args[1])
-    for s in _samples("slice_scatter"):
-        given = dict(zip(("src", "dim", "start", "end", "step"), s.args, strict=False)) | s.kwargs
-        part = slice(given.get("start"), given.get("end"), given.get("step", 1))
-        before = [slice(None)] * (given.get("dim", 0) % s.input.dim())
-        yield s.input, (*before, part), given["src"], torch.slice_scatter(s.input, **given)
-
-
-def test_every_sample_of_torchs_own_database() -> None:
-    calls = list(_calls())
-    assert len(calls) > 20
-    for given_t, index, given_value, made in calls:
-        t, value = (x.detach().clone().requires_grad_() for x in (given_t, given_value))
-        assert same(outcome(sliced_assign, t, index, value), outcome(plain, t, index, value))
-        assert made is None or torch.equal(sliced_assign(t, index, value), made)
 
 
 # --- one operator where index_put is the assignment

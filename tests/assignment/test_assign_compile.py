@@ -12,34 +12,9 @@ from support.assigned import INDICES, base, plain
 from torchguard import sliced_assign, sliced_assign_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
-
-
-Known = tuple[torch.Tensor, bool]
-
-
-def outcome(function: Callable[..., Known], *args: torch.Tensor) -> Any:
-    """The result, what was known of requires_grad while it ran, what is, and the gradients."""
-    args = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in args)
-    out, known = function(*args)
-    leaves = [each for each in args if each.requires_grad]
-    gradients: Any = ()
-    if out.requires_grad:
-        gradients = torch.autograd.grad(out.sin().sum(), leaves, allow_unused=True)
-    filled = [
-        torch.zeros_like(leaf) if each is None else each
-        for leaf, each in zip(leaves, gradients, strict=False)
-    ]
-    return out, known, out.requires_grad, filled
-
-
-def same(found: Any, expected: Any) -> None:
-    assert found[1:3] == expected[1:3]
-    torch.testing.assert_close(found[0], expected[0])
-    assert found[0].dtype is expected[0].dtype
-    torch.testing.assert_close(found[3], expected[3])
 
 
 def works(index: Any) -> bool:
@@ -53,12 +28,29 @@ COMPILED = {name: index for name, index in INDICES.items() if works(index) and n
 assert len(COMPILED) > 35
 
 
-def assigning(assign: Any, index: Any) -> Callable[..., Known]:
-    def function(t: torch.Tensor, value: torch.Tensor) -> Known:
-        out = assign(t, index, value)
-        return out, out.requires_grad
+def assert_one_graph_is_as_eager(
+    indices: Iterable[Any], t: torch.Tensor, values: list[torch.Tensor], **options: Any
+) -> None:
+    """Results, what is known of requires_grad while it runs, what is, and the gradients."""
 
-    return function
+    def by(assign: Any) -> Callable[..., tuple[list[torch.Tensor], list[bool]]]:
+        def function(t: torch.Tensor, *values: torch.Tensor) -> Any:
+            outs = [assign(t, index, v) for index, v in zip(indices, values, strict=True)]
+            return outs, [out.requires_grad for out in outs]
+
+        return function
+
+    ends = []
+    for function in (torch.compile(by(sliced_assign), fullgraph=True, **options), by(plain)):
+        outs, known = function(t, *values)
+        # Each with a weight of its own: a wrong gradient of one of them shows in the sum.
+        weighted = [(k + 1) * out.sin().sum() for k, out in enumerate(outs)]
+        leaves = list({id(each): each for each in (t, *values) if each.requires_grad}.values())
+        gradients = torch.autograd.grad(sum(weighted, torch.zeros(())), leaves)
+        ends.append((known, [out.requires_grad for out in outs], outs, gradients))
+    found, expected = ends
+    assert found[:2] == expected[:2]
+    torch.testing.assert_close(found[2:], expected[2:])
 
 
 @pytest.mark.parametrize(("dynamic", "wants_t"), [(False, True), (True, False)])
@@ -66,35 +58,15 @@ def test_every_index_in_one_graph(dynamic: bool, wants_t: bool) -> None:
     """One of the two requires grad."""
     # Dynamo itself can't hand a range of symbolic numbers to anything. And what nothing is written
     # to: eager says that it requires grad, and nothing depends on it.
-    chosen = {
-        name: index
+    chosen = [
+        index
         for name, index in COMPILED.items()
         if not (dynamic and "range" in name) and (wants_t or base()[index].numel())
-    }
-
-    def by(assign: Any) -> Callable[..., tuple[list[torch.Tensor], list[bool]]]:
-        def function(t: torch.Tensor, value: torch.Tensor) -> Any:
-            outs = [assign(t, index, value) for index in chosen.values()]
-            return outs, [out.requires_grad for out in outs]
-
-        return function
-
-    ends = []
-    compiled = torch.compile(
-        by(sliced_assign), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    ]
+    values = [torch.tensor(5.0, requires_grad=not wants_t)] * len(chosen)
+    assert_one_graph_is_as_eager(
+        chosen, base(wants_t), values, backend="aot_eager", dynamic=dynamic
     )
-    for function in (compiled, by(plain)):
-        t, value = base(wants_t), torch.tensor(5.0, requires_grad=not wants_t)
-        outs, known = function(t, value)
-        # Each with a weight of its own: a wrong gradient of one of them shows in the sum.
-        weighted = [(k + 1) * out.sin().sum() for k, out in enumerate(outs)]
-        [gradient] = torch.autograd.grad(sum(weighted, torch.zeros(())), t if wants_t else value)
-        ends.append((outs, known, [out.requires_grad for out in outs], gradient))
-    found, expected = ends
-    assert found[1:3] == expected[1:3]
-    for name, one, other in zip(chosen, found[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, msg=name)
-    torch.testing.assert_close(found[3], expected[3])
 
 
 ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -112,16 +84,14 @@ ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_value_with_a_row_for_each_hit_in_one_graph(name: str) -> None:
-    index, shape = ROWS[name]
-    value = torch.randn(shape, requires_grad=True)
-    compiled = torch.compile(assigning(sliced_assign, index), backend="aot_eager", fullgraph=True)
-    same(outcome(compiled, base(), value), outcome(assigning(plain, index), base(), value))
+def test_a_value_with_a_row_for_each_hit_in_one_graph() -> None:
+    indices, shapes = zip(*ROWS.values(), strict=True)
+    values = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    assert_one_graph_is_as_eager(indices, base(), values, backend="aot_eager")
 
 
 def test_index_and_value_may_come_from_outside_or_inside() -> None:
-    def function(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> Known:
+    def function(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> Any:
         out = sliced_assign(t, (index + 0, slice(1, t.shape[1])), value * 2)
         return out, out.requires_grad
 
@@ -173,17 +143,8 @@ def test_an_exported_program_holds_torchs_operators_alone(strict: bool) -> None:
 def test_a_sample_under_inductor() -> None:
     """In one graph: compiling takes its time."""
     names = ("slice with a step", "mask", "list", "0-d of the second dim", "separated")
-
-    def by(assign: Any) -> Callable[..., Known]:
-        def function(t: torch.Tensor, value: torch.Tensor) -> Known:
-            results = [assign(t * (k + 1), INDICES[name], value) for k, name in enumerate(names)]
-            return torch.stack(results), all(each.requires_grad for each in results)
-
-        return function
-
-    t, value = base(), torch.tensor(5.0, requires_grad=True)
-    compiled = torch.compile(by(sliced_assign), fullgraph=True)
-    same(outcome(compiled, t, value), outcome(by(plain), t, value))
+    values = [torch.tensor(5.0, requires_grad=True)] * len(names)
+    assert_one_graph_is_as_eager([INDICES[name] for name in names], base(), values)
 
 
 @pytest.mark.slow

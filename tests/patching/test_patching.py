@@ -8,7 +8,7 @@ import io
 import pickle
 import pkgutil
 import pydoc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,20 +19,9 @@ from support.child_process import output_of
 from torchguard import install
 from torchguard.patching.guards import GUARDS, GuardName
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-
 EVERYTHING: tuple[GuardName, ...] = (
     "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute",
 )  # fmt: skip
-
-
-@pytest.fixture
-def everything_installed() -> Iterator[None]:
-    with install(*EVERYTHING):
-        yield
 
 
 # Read while nothing is installed: a guard looks for builtins of torch.
@@ -53,15 +42,8 @@ def live(path: str) -> Any:
 
 
 def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
-    """Name, place, docstring, ``help()``; and a signature, which most do not have without it."""
+    """Name, place, signature, docstring, ``help()``; for what has no signature, one of anything."""
     assert len(PATHS) > 300
-    unreadable = 0
-    for path in PATHS:
-        try:
-            inspect.signature(live(path))
-        except ValueError:
-            unreadable += 1
-    assert unreadable > 300
     with install(*EVERYTHING):
         for path in PATHS:
             function, bare = live(path), torchguard.get_original(path)
@@ -70,7 +52,11 @@ def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
             if isinstance(live(owner), type):
                 owner, _, kind = owner.rpartition(".")
                 place = f"{kind}.{name}"
-            assert str(inspect.signature(function)).startswith("("), path
+            try:
+                signature = str(inspect.signature(bare))
+            except ValueError:
+                signature = "(*args, **kwargs)"
+            assert str(inspect.signature(function)) == signature
             assert (function.__name__, function.__qualname__) == (name, place)
             assert function.__module__ == owner
             assert live(f"{function.__module__}.{function.__qualname__}") is function
@@ -81,77 +67,18 @@ def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
             assert "torchguard" not in text
 
 
-CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-    ("torch.max", (1, 2), {}),
-    ("torch.max", (1,), {"dim": 0, "keepdim": True}),
-    ("torch.argmax", (1, 0), {}),
-    ("torch.sum", (1,), {"dim": 0, "out": None}),
-    ("torch.median", (1, 0), {}),
-    ("torch.prod", (1,), {}),
-    ("torch.softmax", (1, 0), {"out": None}),
-    ("torch.isin", (1, 2), {"out": None}),
-    ("torch.normal", (0.0, 1.0, (2,)), {}),
-    ("torch.full", ((2,), 1), {"out": None}),
-    ("torch.zeros", (2, 3), {"out": None}),
-    ("torch.arange", (2, 3), {"out": None}),
-    ("torch.nn.functional.gelu", (1,), {"out": None}),
-    ("torch.nn.functional.linear", (1, 2), {"out": None}),
-    ("torch.Tensor.resize_", (1, 2, 3), {"memory_format": None}),
-    ("torch.Tensor.resize_", (1, (2, 3)), {}),
-    ("torch.Tensor.set_", (1,), {}),
-    ("torch.Tensor.resize_as_", (1, 2), {"memory_format": None}),
-]
-
-
-@pytest.mark.usefixtures("everything_installed")
-def test_signatures_are_torchs_and_refuse_no_call_that_torch_takes() -> None:
-    """And methods take self."""
-    written = {
-        "torch.add": "(input, other, *, alpha=1, out=None)",
-        "torch.linalg.qr": "(A, mode='reduced', *, out=None)",
-    }
-    for path in ("torch.tensordot", "torch.norm", "torch.nn.functional.normalize"):
-        written[path] = str(inspect.signature(torchguard.get_original(path)))
-    for path, signature in written.items():
-        assert str(inspect.signature(live(path))) == signature
-    for path, arguments, names in CALLS:
-        inspect.signature(live(path)).bind(*arguments, **names)
-    for name in ("resize_", "resize_as_", "set_"):
-        parameters = list(inspect.signature(getattr(torch.Tensor, name)).parameters)
-        assert parameters[0] == "self"
-        assert len(parameters) > 1
-        bound = inspect.signature(getattr(torch.ones(2), name)).parameters
-        assert list(bound) == parameters[1:]
-
-
 # --- pickle, copy, save
 
 
-def test_a_process_without_torchguard_can_load_what_was_pickled(tmp_path: Path) -> None:
-    with install("resize", "out"):
-        (tmp_path / "functions").write_bytes(
-            pickle.dumps([torch.add, torch.Tensor.resize_, torch.norm, torch.linalg.qr])
-        )
-        (tmp_path / "model").write_bytes(pickle.dumps(nn.Sequential(nn.Linear(2, 2), nn.GELU())))
-    printed = output_of(
-        """
-        import pickle, sys, torch
-        add, resize_, norm, qr = pickle.load(open(sys.argv[1] + "/functions", "rb"))
-        model = pickle.load(open(sys.argv[1] + "/model", "rb"))
-        print(add is torch.add, resize_ is torch.Tensor.resize_, norm is torch.norm)
-        print(qr is torch.linalg.qr, model(torch.ones(1, 2)).shape, "torchguard" in sys.modules)
-        """,
-        str(tmp_path),
-    )
-    assert printed.split() == ["True", "True", "True", "True", "torch.Size([1,", "2])", "False"]
-
-
 def test_a_function_is_pickled_by_its_name() -> None:
-    """Loaded after uninstall() it is torch's own; what was kept is refused."""
+    """Loaded after uninstall() it is torch's own, also where there is no torchguard; what was kept
+    is refused.
+    """
     with install(*EVERYTHING):
         patched = {path: live(path) for path in PATHS}
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
             pickled = pickle.dumps(patched, protocol)
+            assert b"torchguard" not in pickled
             loaded = pickle.loads(pickled)  # noqa: S301
             assert all(loaded[path] is function for path, function in patched.items())
         assert all(copy.deepcopy(function) is function for function in patched.values())

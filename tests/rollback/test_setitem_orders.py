@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
-import torch
 
 import torchguard
 from support.child_process import output_of
 from torchguard import install
-from torchguard.assignment import dynamo
 from torchguard.patching.guards import GUARDS, Guard
 
 # --- installing it, whenever Dynamo is imported
@@ -32,6 +31,16 @@ ORDERS = {
 installation = torchguard.install("setitem")
 assert "torch._dynamo" not in sys.modules
 print(torchguard.installed())
+""",
+    "in a hook on its import": """
+import wrapt
+torchguard.install("resize").uninstall()  # its own hook comes first
+wrapt.register_post_import_hook(lambda _: torchguard.install("setitem"), "torch._dynamo")
+import torch._dynamo
+print("setitem" in torchguard.installed(), torchguard.installed())
+print(is_right(), torchguard.installed())
+torchguard.uninstall()
+print(is_right(), "setitem" in torchguard.installed())
 """,
     "uninstalled while it waits": """
 torchguard.install("setitem").uninstall()
@@ -82,9 +91,35 @@ def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported()
     ]
 
 
-def test_a_dynamo_that_is_built_differently_is_skipped_or_refused(
+DIFFERENT = """
+import torch, torchguard
+from dataclasses import replace
+from torchguard.patching.guards import GUARDS
+make = torchguard._torch.patch.Computed(id)
+GUARDS["setitem"] = replace(
+    GUARDS["setitem"], replacements=lambda: {"torch._dynamo.no_such_class.requires_grad": make}
+)
+wanted = torchguard.install("setitem")
+print(wanted.names, wanted.skipped, torchguard.installed())
+import torch._dynamo
+print(wanted.names, *wanted.skipped, "differently" in wanted.skipped["setitem"])
+print(torchguard.installed())
+"""
+
+
+def test_a_guard_that_waits_for_another_dynamo_is_skipped_when_that_is_imported() -> None:
+    assert output_of(DIFFERENT).splitlines() == [
+        "('setitem',) {} ('setitem',)",
+        "() setitem True",
+        "()",
+    ]
+
+
+def test_a_dynamo_that_is_built_differently_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    importlib.import_module("torch._dynamo")  # a guard would wait for it
+
     def nowhere() -> dict[str, Any]:
         return {"torch._dynamo.variables.tensor.TensorVariable.no_such_method": lambda made: made}
 
@@ -93,13 +128,3 @@ def test_a_dynamo_that_is_built_differently_is_skipped_or_refused(
     with pytest.raises(AttributeError, match="no_such_method"):
         install("setitem")
     assert torchguard.installed() == ()
-
-
-def test_trying_it_leaves_no_trace() -> None:
-    counters = torch._dynamo.utils.counters
-    before = {name: dict(each) for name, each in counters.items()}
-    dynamo._setitem_tried.cache_clear()
-    with torch.no_grad(), torch.device("meta"):
-        assert dynamo.setitem_not_needed() is None  # so far: no release is known that is right
-    assert {name: dict(each) for name, each in counters.items()} == before
-    assert torch._C._len_torch_function_stack() == 0

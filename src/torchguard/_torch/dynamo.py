@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinMethodType, CodeType, FrameType, ModuleType
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 import wrapt
 
-from torchguard._torch.modes import replace_torch_function_modes, torch_function_modes
 from torchguard._torch.tensors import private
 
 DYNAMO = "torch._dynamo"
@@ -252,26 +252,6 @@ def fake_of(variable: Any) -> torch.Tensor | None:
     return fake if isinstance(fake, torch.Tensor) else None
 
 
-@contextlib.contextmanager
-def tracing_unseen() -> Iterator[None]:
-    """Let Dynamo trace something of ours as in a fresh thread; its counts are as before then."""
-    utilities: Any = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utilities, "counters", {})
-    before = {name: dict(counted) for name, counted in counters.items()}
-    modes = torch_function_modes()
-    replace_torch_function_modes([])
-    try:
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            yield
-    finally:
-        replace_torch_function_modes(modes)
-        for name in list(counters):
-            counters[name].clear()
-            counters[name].update(before.get(name, {}))
-            if name not in before:
-                del counters[name]
-
-
 def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
     """Let ``torch.jit.script`` compile ``original`` where it meets ``replacement``."""
     builtin = _torchscript_builtins().get(id(original))
@@ -291,20 +271,12 @@ def _torchscript_builtins() -> dict[int, str]:
 # ---- the graph that Dynamo is compiling ----
 
 
+@dataclass(unsafe_hash=True)
 class _Key:
     """A backend, and what it is used for: Dynamo keeps what it compiles with it, by equality."""
 
-    def __init__(self, backend: Any, purpose: str) -> None:
-        self._backend: Callable[[], Any] = weakref.ref(backend)
-        self._purpose = purpose
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Key):
-            return False
-        return self._purpose == other._purpose and bool(self._backend() == other._backend())
-
-    def __hash__(self) -> int:
-        return hash(self._purpose)
+    backend: weakref.ref[Any] = field(hash=False)  # two are equal as what they refer to is
+    purpose: str
 
 
 # Up to 2.8 Dynamo compares with keys it holds no reference to, so each small key stays.
@@ -328,7 +300,7 @@ def compiling_as(callback: Any, purpose: str) -> Any:
         def convert(*args: Any, **kwargs: Any) -> Any:
             return reference()(*args, **kwargs)
 
-        _keys.append(_Key(backend, purpose))
+        _keys.append(_Key(weakref.ref(backend), purpose))
         vars(convert).update(dict.fromkeys(_ORIGINAL, _keys[-1]))
         _compiling[callback] = convert
     return _compiling[callback]

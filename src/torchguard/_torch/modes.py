@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _python_dispatch
 
 from torchguard._torch.tensors import has_own_dispatch, private
@@ -50,19 +50,6 @@ def call_with_grad(mode: bool, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     finally:
         _set_grad_enabled(before)
-
-
-def torch_function_modes() -> list[TorchFunctionMode]:
-    """Return the modes on this thread's stack, the outermost first."""
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-
-
-def replace_torch_function_modes(modes: list[TorchFunctionMode]) -> None:
-    """Put these modes on the stack, on which Dynamo guards, instead of those that are there."""
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
 
 
 def overriding(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
@@ -108,16 +108,14 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
     with _without_overlays(path for path, _ in wanted):
         for path, make in wanted:
             if _was_taken_away(_table[path]):
-                holders = _table[path].holders
-                _table[path] = _patch(path, make)
-                _table[path].holders = holders
+                _table[path] = replace(_patch(path, make), holders=_table[path].holders)
 
 
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
-    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If code that
-    patched before torchguard has put torch's own function back, that stays.
+    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If other code
+    has put torch's own function back, that stays.
 
     Raises:
         PatchConflictError: other code has patched on top. Nothing is changed then.
@@ -125,16 +123,10 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     leaving = Counter(path for path in paths if path in _table)
     with _without_overlays(leaving):
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
-        undone = {path for path in last if _lower_patch_was_undone(_table[path])}
+        undone = {path for path in last if _was_taken_away(_table[path])}
         conflicts = [path for path in last if path not in undone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
-            if _was_taken_away(_table[path]):
-                raise PatchConflictError(
-                    f"{path} was put back to torch's own after torchguard patched it; call "
-                    "torchguard.install(...) again, which patches it anew, then "
-                    "torchguard.uninstall()"
-                )
             raise PatchConflictError(
                 f"{path} was patched again after torchguard patched it, with "
                 f"{_value(_table[path])!r}; undo that patch first, then call "
@@ -176,20 +168,6 @@ def exists(path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def originals_in_place() -> Iterator[None]:
-    """Let torch be as it was for a moment, for tables that know functions by identity."""
-    with _without_overlays():
-        standing = [patch for path, patch in _table.items() if patched(path)]
-        for patch in standing:
-            _put_original(patch)
-        try:
-            yield
-        finally:
-            for patch in standing:
-                setattr(patch.owner, patch.name, patch.replacement)
 
 
 @dataclass
@@ -241,18 +219,24 @@ def originals_set_aside() -> Iterator[None]:
     want ours. What is patched or put over torch meanwhile is set aside as well.
     """
     with lock:
-        if _aside.changing:  # in the midst of a change of this very thread
-            with originals_in_place():
-                yield
-            return
         _aside.users += 1
-        if not _aside.is_on:
+        has_taken = not _aside.is_on
+        if has_taken:
             _aside.take_away()
     try:
         yield
     finally:
         with lock:
             _aside.end()
+            if has_taken and _aside.changing:  # in the midst of a change of this very thread
+                _aside.put_back()
+
+
+@contextlib.contextmanager
+def originals_in_place() -> Iterator[None]:
+    """Let torch be as it was for a moment, for tables that know functions by identity."""
+    with lock, originals_set_aside():
+        yield
 
 
 @functools.cache
@@ -364,11 +348,6 @@ def _was_taken_away(patch: _Patch) -> bool:
     if value is patch.replacement or patch.original is ABSENT:
         return False
     return value is ABSENT or is_torchs_own(value)
-
-
-def _lower_patch_was_undone(patch: _Patch) -> bool:
-    """Whether code that had patched before us has put back torch's own."""
-    return _was_taken_away(patch) and _value(patch) is not patch.before
 
 
 def _put_original(patch: _Patch) -> None:

@@ -1,12 +1,11 @@
-"""torch's operators and functions: schemas, tables that know them by identity, signatures."""
+"""torch's operators and functions: schemas, and tables that know them by identity."""
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import functools
 import importlib
 import inspect
-import re
 from collections.abc import Callable
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
@@ -149,22 +148,7 @@ def fill_tables() -> None:
     getattr(devices, "_device_constructors", list)()
 
 
-# ---- signatures of replacements ----
-#
-# inspect.signature raises on torch's builtins and on whatever functools.wraps copies from them, so
-# a replacement has to carry a signature of its own.
-
-
 _ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))
-
-
-class _Shown(str):
-    """A default value that prints as the words it was written in."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def describe_as(
@@ -177,74 +161,7 @@ def describe_as(
     function.__qualname__ = f"{kind}.{name}" if is_method else name
     function.__module__ = module
     function.__doc__ = original.__doc__
-    signature = signature_of(original, is_method=is_method)
-    names = signature.parameters
-    if "out" in (function.__kwdefaults__ or {}) and not {"out", "kwargs"} & names.keys():
-        # torch.nn.functional.gelu takes an out that its docstring does not show.
-        out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None)
-        signature = signature.replace(parameters=[*names.values(), out])
+    signature = _ANYTHING
+    with contextlib.suppress(TypeError, ValueError):  # most of torch's builtins have none
+        signature = inspect.signature(original)
     function.__signature__ = signature  # type: ignore[attr-defined]
-
-
-def signature_of(original: Callable[..., Any], *, is_method: bool) -> inspect.Signature:
-    """Return the signature of a torch function: its own, or the only one in its docstring."""
-    try:
-        return inspect.signature(original)
-    except (TypeError, ValueError):
-        pass
-    # A builtin of torch.linalg is named linalg_inv, and its docstring says linalg.inv.
-    name = re.escape(re.sub("^(linalg|special|fft)_", "", getattr(original, "__name__", "")))
-    shown = re.findall(
-        rf"^(?:\s*\.\. \w+:: )?(?:[\w.]+\.)?{name}\s*(\(.*\))\s*(?:->.*)?$",
-        original.__doc__ or "",
-        flags=re.MULTILINE,
-    )
-    parsed = _parse(shown[0]) if len(shown) == 1 else None
-    if parsed is None:
-        return _ANYTHING
-    if is_method and "self" not in parsed.parameters:
-        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parsed = parsed.replace(parameters=[self, *parsed.parameters.values()])
-    return parsed
-
-
-def _parse(parameters: str) -> inspect.Signature | None:
-    """Read ``(input, *, out=None)``; None where it is no Python parameter list."""
-    try:
-        tree = ast.parse(f"def function{parameters}: ...").body[0]
-        assert isinstance(tree, ast.FunctionDef)
-        return _signature(tree.args)
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _signature(given: ast.arguments) -> inspect.Signature:
-    kind = inspect.Parameter
-    positional: list[tuple[ast.arg, Any]] = [
-        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
-        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
-    ]
-    missing: list[ast.expr | None] = [None] * (len(positional) - len(given.defaults))
-    by_name = [(each, kind.KEYWORD_ONLY) for each in given.kwonlyargs]
-    rows = [
-        *zip(positional, [*missing, *given.defaults], strict=True),
-        ((given.vararg, kind.VAR_POSITIONAL), None),
-        *zip(by_name, given.kw_defaults, strict=True),
-        ((given.kwarg, kind.VAR_KEYWORD), None),
-    ]
-    return inspect.Signature(
-        [
-            kind(each.arg, which, default=_default(default))
-            for (each, which), default in rows
-            if each is not None
-        ]
-    )
-
-
-def _default(value: ast.expr | None) -> Any:
-    if value is None:
-        return inspect.Parameter.empty
-    try:
-        return ast.literal_eval(value)
-    except ValueError:
-        return _Shown(ast.unparse(value))

@@ -104,16 +104,12 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
             t.copy_(whole)
         else:
             # A value that overlaps what is written is copied first, installed or not.
-            given, _ = separated(torch.Tensor.__setitem__, (t, index, value), {}, _say_nothing)
+            given, _ = separated(torch.Tensor.__setitem__, (t, index, value), {}, lambda _: None)
             t[given[1]] = given[2]
     except Exception as error:
         name_the_call(error, "sliced_assign_", t, index, value)
         raise
     return t
-
-
-def _say_nothing(_: object) -> None:
-    """Take what :func:`separated` has found."""
 
 
 keep_whole_in_graph(sliced_assign, sliced_assign_)

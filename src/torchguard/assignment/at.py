@@ -241,7 +241,7 @@ def combined(
             return sliced_assign(t, index, values)
         if not lenient and is_basic(index):  # names no element twice
             return sliced_assign(t, index, _ON_VIEWS[operation](t[index], values))
-        where = _positions(t, index, mode)
+        where = positions(t, index, mode)
         while values.dim() > where.dim() and values.shape[0] == 1:  # as an assignment does
             values = values.squeeze(0)
         flat, where, values = t.reshape(-1), where.reshape(-1), values.expand(where.shape)
@@ -286,7 +286,7 @@ def taken(
 ) -> torch.Tensor:
     """Return the elements at an index that may be out of bounds, or is a tensor of one integer."""
     try:
-        where = _positions(t, index, mode)
+        where = positions(t, index, mode)
         flat = t.reshape(-1)
         if _is_lenient(mode):
             fill = _fill(t.dtype) if fill_value is None else fill_value
@@ -305,7 +305,7 @@ def _applied(
 ) -> torch.Tensor:
     """Apply a function to each selected element, and again where it is named again."""
     try:
-        where = _positions(t, index, mode).reshape(-1)
+        where = positions(t, index, mode).reshape(-1)
         places, counts = where[where < t.numel()].unique(return_counts=True)
         values = t.reshape(-1)[places]
         # An element that is named three times becomes function(function(function(x))).
@@ -317,12 +317,6 @@ def _applied(
     except Exception as error:
         name_the_call(error, "at().apply", t, index, function)
         raise
-
-
-def _positions(t: torch.Tensor, index: Index, mode: Mode | None) -> torch.Tensor:
-    if _is_lenient(mode):
-        return positions_in_bounds(t, index, clip=mode == "clip")
-    return positions(t, index)
 
 
 def _is_lenient(mode: Mode | None) -> bool:
@@ -371,12 +365,14 @@ def _as_tensor(value: Any, t: torch.Tensor) -> torch.Tensor:
 # ---- where the elements of t[index] stand in t.reshape(-1) ----
 
 
-def positions(t: torch.Tensor, index: Any) -> torch.Tensor:
+def positions(t: torch.Tensor, index: Any, mode: Mode | None) -> torch.Tensor:
     """Return where the elements of ``t[index]`` stand in ``t.reshape(-1)``, in its shape.
 
     Each dimension's coordinates are an expanded ``arange``, which takes no memory
     until torch picks the selected ones out of it.
     """
+    if _is_lenient(mode):
+        return _positions_in_bounds(t, index, clip=mode == "clip")
     index, scalars = _without_scalars(t, index)
     # Read by an index of one element: that is bounds-checked, compiled too.
     rows = {
@@ -389,15 +385,14 @@ def positions(t: torch.Tensor, index: Any) -> torch.Tensor:
     return found
 
 
-def positions_in_bounds(t: torch.Tensor, index: Any, *, clip: bool) -> torch.Tensor:
+def _positions_in_bounds(t: torch.Tensor, index: Any, *, clip: bool) -> torch.Tensor:
     """Return what :func:`positions` does for an index whose integers may be out of bounds.
 
     With ``clip`` they are moved to the nearest element. Without, the position of an element that
     isn't there is ``t.numel()``: each indexed dimension is read as if it had one row more, and
     what lands there is out of bounds.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    parts = parts_of(tuple(_as_rows(item) for item in items), t.dim())
+    parts = parts_of(tuple(map(_as_rows, _items(index))), t.dim())
     if parts is None:
         raise IndexError(f"no such index into {t.dim()} dimensions: {describe_index(index)}")
     sizes, kept, rows = list(t.shape), list[Any](), dict[int, torch.Tensor]()

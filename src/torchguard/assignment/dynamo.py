@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,7 +49,6 @@ from torchguard._torch import (
     TENSOR_VARIABLE,
     fake_of,
     patch,
-    tracing_unseen,
     without_torch_function,
 )
 
@@ -95,41 +93,6 @@ def _has_grad_fn(variable: Any) -> Any:
     noted = vars(variable).get("requires_grad")
     now = _requires_grad(variable)
     return vars(variable).get("has_grad_fn") if noted == now else now
-
-
-def _trace(value: torch.Tensor) -> tuple[torch.Tensor, bool, torch.Tensor, bool]:
-    assigned = value.new_zeros(2, 2)
-    assigned[0] = value
-    viewed = value.new_zeros(2, 2)
-    viewed[0][0] = value
-    return assigned, assigned.requires_grad, viewed, viewed.requires_grad
-
-
-def setitem_not_needed() -> str | None:
-    """Say why the guard is not needed; None if it is, and while nothing has imported Dynamo."""
-    return _setitem_tried() if DYNAMO in sys.modules else None
-
-
-@functools.cache
-def _setitem_tried() -> str | None:
-    """Trace two assignments, once per process, without compiling anything."""
-    traced = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        traced.append(graph)
-        return graph.forward
-
-    # A code object of its own, so that no limit on recompilations is touched.
-    _trace.__code__ = _trace.__code__.replace()
-    with tracing_unseen():
-        value = torch.ones((), device="cpu", requires_grad=True)
-        try:
-            _, assigned, _, viewed = torch.compile(_trace, backend=backend)(value)
-        except Exception:  # noqa: BLE001  a compiler that can't even do that proves nothing
-            return None
-    if traced and assigned and viewed:
-        return "requires_grad is right while tracing on this torch"
-    return None
 
 
 # ---- slice_scatter ----
@@ -180,8 +143,9 @@ def _rewrite(module: fx.GraphModule) -> None:
             depth += 1
         elif name.endswith("_decrement_nesting"):
             depth -= 1
-        elif depth == 0 and name in _SIGNATURES and node.op in {"call_function", "call_method"}:
-            changed = _as_assignment(module.graph, node, name) or changed
+        elif depth == 0 and name in _AS_ASSIGNMENT and node.op in {"call_function", "call_method"}:
+            _as_assignment(module.graph, node, name)
+            changed = True
     if changed:
         module.recompile()
 
@@ -193,50 +157,50 @@ def _name_of(target: Any) -> str:
     return str(getattr(target, "__name__", "")).partition(".")[0]
 
 
-def _as_assignment(graph: fx.Graph, node: fx.Node, name: str) -> bool:
-    """Write ``out = input.clone(); view of out .copy_(src)`` in place of a node, if it is one."""
-    arguments = _arguments(name, node)
-    if arguments is None:
-        return False
-    with graph.inserting_before(node):
-        out = graph.call_method("clone", (arguments.pop("input"),))
-        src = arguments.pop("src")
-        view = _view(graph, name, out, arguments)
-        graph.call_method("copy_", (view, src))
-    for key, value in node.meta.items():
-        out.meta[key] = value
-    node.replace_all_uses_with(out)
+def _as_assignment(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    """Write the assignment in place of a node."""
+    # https://docs.pytorch.org/docs/stable/fx.html#proxy-retracing
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def proxy_of(each: fx.Node) -> Any:
+        return fx.Proxy(each, tracer)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxy_of)
+    # torch calls it input, and torch.ops.aten self.
+    kwargs = {"t" if key in {"input", "self"} else key: each for key, each in kwargs.items()}
+    try:
+        with graph.inserting_before(node):
+            out: Any = _AS_ASSIGNMENT[name](*args, **kwargs)
+    except TypeError:  # another function of that name
+        return
+    out.node.meta.update(node.meta)
+    node.replace_all_uses_with(out.node)
     graph.erase_node(node)
-    return True
 
 
-_SIGNATURES: dict[str, tuple[tuple[str, Any], ...]] = {
-    "slice_scatter": (("dim", 0), ("start", None), ("end", None), ("step", 1)),
-    "select_scatter": (("dim", None), ("index", None)),
-    "diagonal_scatter": (("offset", 0), ("dim1", 0), ("dim2", 1)),
+def _slice_scatter(  # noqa: PLR0917  torch's own arguments
+    t: Any, src: Any, dim: Any = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    out = t.clone()
+    # There is no method that takes a slice of any dim.
+    out.transpose(0, dim)[start:end:step].transpose(0, dim).copy_(src)
+    return out
+
+
+def _select_scatter(t: Any, src: Any, dim: Any, index: Any) -> Any:
+    out = t.clone()
+    out.select(dim, index).copy_(src)
+    return out
+
+
+def _diagonal_scatter(t: Any, src: Any, offset: Any = 0, dim1: Any = 0, dim2: Any = 1) -> Any:
+    out = t.clone()
+    out.diagonal(offset, dim1, dim2).copy_(src)
+    return out
+
+
+_AS_ASSIGNMENT: dict[str, Callable[..., Any]] = {
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "diagonal_scatter": _diagonal_scatter,
 }
-
-
-def _arguments(name: str, node: fx.Node) -> dict[str, Any] | None:
-    """Return the call's arguments by name, defaults included; None if it has others."""
-    names = ["input", "src", *(each for each, _ in _SIGNATURES[name])]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if "self" in given:
-        given["input"] = given.pop("self")
-    if len(node.args) > len(names) or not {"input", "src"} <= set(given) <= set(names):
-        return None
-    return dict(_SIGNATURES[name]) | given
-
-
-def _view(graph: fx.Graph, name: str, out: fx.Node, arguments: dict[str, Any]) -> fx.Node:
-    if name == "select_scatter":
-        return graph.call_method("select", (out, arguments["dim"], arguments["index"]))
-    if name == "diagonal_scatter":
-        return graph.call_method(
-            "diagonal", (out, arguments["offset"], arguments["dim1"], arguments["dim2"])
-        )
-    # out.transpose(0, dim)[start:end:step]: there is no method that takes a slice of any dim.
-    front = graph.call_method("transpose", (out, 0, arguments["dim"]))
-    part = slice(arguments["start"], arguments["end"], arguments["step"])
-    rows = graph.call_function(operator.getitem, (front, part))
-    return graph.call_method("transpose", (rows, 0, arguments["dim"]))

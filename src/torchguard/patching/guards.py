@@ -16,7 +16,6 @@ import torch
 
 from torchguard._torch import has_python_out, is_wrapped_builtin, patch, paths_behind_python
 from torchguard.assignment.dynamo import (
-    setitem_not_needed,
     setitem_replacements,
     slice_scatter_not_needed,
     slice_scatter_replacements,
@@ -244,7 +243,8 @@ GUARDS: dict[str, Guard] = {
         Guard("out", _out_replacements, _out_not_needed, in_modules=_OUT_IN_PACKAGES),
         _of_room("overlap", overlap),
         _of_room("checks", checks),
-        Guard("setitem", setitem_replacements, setitem_not_needed, patches_dynamo=True),
+        # Every torch so far needs it, and where Dynamo's note is right it changes nothing.
+        Guard("setitem", setitem_replacements, lambda: None, patches_dynamo=True),
         Guard(
             "slice_scatter",
             slice_scatter_replacements,

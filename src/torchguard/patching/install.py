@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -32,22 +33,20 @@ _waiting: list[str] = []  # guards of Dynamo that is not imported yet
 
 
 @public
+@dataclass(eq=False)
 class Installation:
     """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
 
-    def __init__(
-        self, names: tuple[str, ...], skipped: dict[str, str], *, only_if_needed: bool = True
-    ) -> None:
-        self.names = names
-        """The guards this installation holds."""
+    names: tuple[str, ...]
+    """The guards this installation holds."""
 
-        self.skipped = skipped
-        """Guards this torch does not need, each with the reason.
+    skipped: dict[str, str]
+    """Guards this torch does not need, each with the reason.
 
-        A guard of Dynamo can move here from ``names`` when Dynamo is imported.
-        """
+    A guard of Dynamo can move here from ``names`` when Dynamo is imported.
+    """
 
-        self._only_if_needed = only_if_needed
+    _only_if_needed: bool = field(repr=False)
 
     def uninstall(self) -> None:
         """Let go of this installation's guards; those that no other installation holds are undone.
@@ -64,18 +63,11 @@ class Installation:
         for holders in _holders.values():
             holders.discard(self)
 
-    def _skip(self, name: str, reason: str) -> None:
-        self.names = tuple(each for each in self.names if each != name)
-        self.skipped[name] = reason
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.uninstall()
-
-    def __repr__(self) -> str:
-        return f"Installation(names={self.names!r}, skipped={self.skipped!r})"
 
 
 @public
@@ -122,9 +114,9 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
 
     ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
-    that, they wait for it, and count as installed; they are tried then, and may move
-    to ``.skipped``. What was compiled before stays as it is: install first, or call
-    ``torch.compiler.reset()``.
+    that, they wait for it, and count as installed; ``"slice_scatter"`` is tried then,
+    and may move to ``.skipped``. What was compiled before stays as it is: install
+    first, or call ``torch.compiler.reset()``.
 
     Args:
         *names: which guards; none for the default set.
@@ -160,23 +152,22 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
             if reason is not None and name not in _holders
         }
         chosen = tuple(name for name in wanted if name not in skipped)
-        now = [
-            name
+        new = {
+            name: GUARDS[name].paths()
             for name in chosen
             if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
-        ]
-        new = {name: GUARDS[name].paths() for name in now}
+        }
         fill_tables()
         for name in chosen:
             if _paths.get(name) and not _is_in_force(name):
                 patch.renew(GUARDS[name].paths().items())
         patch.apply(pair for pairs in new.values() for pair in pairs.items())
         _paths.update({name: list(replacements) for name, replacements in new.items()})
-        for name in now:
+        for name in new:
             GUARDS[name].changed()
-        installation = Installation(chosen, skipped, only_if_needed=only_if_needed)
+        installation = Installation(chosen, skipped, only_if_needed)
         for name in chosen:
-            if name not in _holders and name not in now:
+            if name not in _holders and name not in new:
                 _waiting.append(name)
             _holders.setdefault(name, set()).add(installation)
         if dynamo_is_there():  # another thread has imported it in between
@@ -271,28 +262,24 @@ def _dynamo_was_imported(_: ModuleType) -> None:
 
 
 def _apply_waiting() -> None:
+    """Patch Dynamo for the guards that have waited for it, or let their holders know why not."""
     while _waiting:
-        _apply_late(_waiting.pop(0))
-
-
-def _apply_late(name: str) -> None:
-    """Patch Dynamo for a guard that has waited for it, or let all its holders know why not."""
-    guard, holders = GUARDS[name], _holders[name]
-    # Several may hold the guard: it is left out if none of them wants it on a torch that is right.
-    anyway = any(not holder._only_if_needed for holder in holders)
-    reason = None if anyway else guard.not_needed()
-    if reason is None:
-        try:
-            replacements = guard.replacements()
-            patch.apply(replacements.items())
-        except AttributeError as error:  # importing Dynamo must not fail for it
-            reason = f"this torch's Dynamo is built differently: {error}"
-        else:
-            _paths[name] = list(replacements)
-            return
-    for holder in holders:
-        holder._skip(name, reason)
-    del _holders[name]
+        name = _waiting.pop(0)
+        # Several may hold it: it is left out if none of them wants it on a torch that is right.
+        anyway = any(not holder._only_if_needed for holder in _holders[name])
+        reason = None if anyway else GUARDS[name].not_needed()
+        if reason is None:
+            try:
+                replacements = GUARDS[name].replacements()
+                patch.apply(replacements.items())
+            except AttributeError as error:  # importing Dynamo must not fail for it
+                reason = f"this torch's Dynamo is built differently: {error}"
+            else:
+                _paths[name] = list(replacements)
+                continue
+        for holder in _holders.pop(name):
+            holder.names = tuple(each for each in holder.names if each != name)
+            holder.skipped[name] = reason
 
 
 def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:

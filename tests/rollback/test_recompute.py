@@ -177,7 +177,12 @@ def selected() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
-@pytest.mark.parametrize("options", [{"context_fn": selected}, {"debug": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"context_fn": selected}, {"debug": True}, {"determinism_check": "none"},
+     {"preserve_rng_state": True}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
 def test_options_of_checkpoint_are_its_own(options: dict[str, Any]) -> None:
     outcomes = []
     for call in (plainly, safe_checkpoint):

@@ -114,8 +114,8 @@ def renew(replacements: Iterable[tuple[str, Make | Computed]]) -> None:
 def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     """Take one holder from each path; where none is left, put back what stood there.
 
-    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If other code
-    has put torch's own function back, that stays.
+    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If code that
+    patched before torchguard has put torch's own function back, that stays.
 
     Raises:
         PatchConflictError: other code has patched on top. Nothing is changed then.
@@ -123,10 +123,16 @@ def undo(paths: Iterable[str], *, leave_conflicts: bool = False) -> None:
     leaving = Counter(path for path in paths if path in _table)
     with _without_overlays(leaving):
         last = [path for path, count in leaving.items() if _table[path].holders <= count]
-        undone = {path for path in last if _was_taken_away(_table[path])}
+        undone = {path for path in last if _lower_patch_was_undone(_table[path])}
         conflicts = [path for path in last if path not in undone and not patched(path)]
         if conflicts and not leave_conflicts:
             path = conflicts[0]
+            if _was_taken_away(_table[path]):
+                raise PatchConflictError(
+                    f"{path} was put back to torch's own after torchguard patched it; call "
+                    "torchguard.install(...) again, which patches it anew, then "
+                    "torchguard.uninstall()"
+                )
             raise PatchConflictError(
                 f"{path} was patched again after torchguard patched it, with "
                 f"{_value(_table[path])!r}; undo that patch first, then call "
@@ -348,6 +354,11 @@ def _was_taken_away(patch: _Patch) -> bool:
     if value is patch.replacement or patch.original is ABSENT:
         return False
     return value is ABSENT or is_torchs_own(value)
+
+
+def _lower_patch_was_undone(patch: _Patch) -> bool:
+    """Whether code that had patched before us has put back torch's own."""
+    return _was_taken_away(patch) and _value(patch) is not patch.before
 
 
 def _put_original(patch: _Patch) -> None:

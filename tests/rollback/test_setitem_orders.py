@@ -35,12 +35,12 @@ print(torchguard.installed())
     "in a hook on its import": """
 import wrapt
 torchguard.install("resize").uninstall()  # its own hook comes first
-wrapt.register_post_import_hook(lambda _: torchguard.install("setitem"), "torch._dynamo")
+made = []
+hook = lambda _: made.append(torchguard.install("setitem"))
+wrapt.register_post_import_hook(hook, "torch._dynamo")
 import torch._dynamo
-print("setitem" in torchguard.installed(), torchguard.installed())
-print(is_right(), torchguard.installed())
-torchguard.uninstall()
-print(is_right(), "setitem" in torchguard.installed())
+[installation] = made
+print(torchguard.installed())
 """,
     "uninstalled while it waits": """
 torchguard.install("setitem").uninstall()

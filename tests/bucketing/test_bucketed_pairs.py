@@ -131,7 +131,9 @@ def test_a_mask_for_every_row_is_not_extended() -> None:
     assert torch.equal(wrapped(x, mask), x)
 
 
-@pytest.mark.parametrize("dims", [("b", "t"), {0: "b", 1: "t"}, {0: ("b", "t")}])
+@pytest.mark.parametrize(
+    "dims", [("b", "t"), {0: "b", 1: "t"}, {-2: "b", -1: "t"}, {0: ("b", "t")}]
+)
 def test_a_given_mask_has_the_batch_of_dims_in_each_form(dims: Any) -> None:
     x = torch.ones(3, 5)
     ids = [x] if dims == {0: ("b", "t")} else x

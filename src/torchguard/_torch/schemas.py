@@ -161,7 +161,8 @@ def describe_as(
     function.__qualname__ = f"{kind}.{name}" if is_method else name
     function.__module__ = module
     function.__doc__ = original.__doc__
+    # The replacement's own says nothing to a user; most of torch's builtins have none to show.
     signature = _ANYTHING
-    with contextlib.suppress(TypeError, ValueError):  # most of torch's builtins have none
+    with contextlib.suppress(TypeError, ValueError):
         signature = inspect.signature(original)
     function.__signature__ = signature  # type: ignore[attr-defined]

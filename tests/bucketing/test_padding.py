@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -87,6 +88,8 @@ def test_an_exact_fit_is_the_tensor_itself_and_unpad_a_view() -> None:
         (lambda x, missing: torch.full((2, missing), 9), "right", [5, 6, 7, 9]),
         (lambda x, missing: -1, "left", [-1, 5, 6, 7]),
         (-100, "right", [5, 6, 7, -100]),
+        (np.int64(-100), "right", [5, 6, 7, -100]),
+        (lambda x, missing: np.int32(missing), "left", [1, 5, 6, 7]),
     ],
 )
 def test_fills(value: Any, side: Any, expected: list[int]) -> None:

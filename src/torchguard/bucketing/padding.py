@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
+import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -132,6 +133,8 @@ def pad_to_bucket(
         _check_buffer(x, dim, size, out)
     elif not missing:
         return Padded(x, length)
+    if isinstance(value, np.generic):
+        value = value.item()
     if missing and isinstance(value, (int, float, complex)):
         check_number(value, x.dtype)
         if out is None and _one_operator_is_best(x):
@@ -339,6 +342,7 @@ def _padding(x: torch.Tensor, dim: int, missing: int, value: Fill, side: Side) -
     if callable(value):
         with torch.no_grad():
             made = value(x.detach(), missing)
+        made = made.item() if isinstance(made, np.generic) else made
         if not isinstance(made, (int, float, complex)):
             return _broadcast(made, x, shape)
         check_number(made, x.dtype)

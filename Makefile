@@ -11,7 +11,8 @@ DOCTOR_OPTIONS ?=
 MINUTES ?= 9
 OUT ?= gpu-results
 
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Not compiled to bytecode beforehand: most modules of these packages are never imported.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo doctor test lint types docs dist gpu format matrix clean

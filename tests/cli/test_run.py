@@ -49,16 +49,21 @@ except BaseException as error:
 """
 
 
+def run_inside(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``python -m torchguard run`` does; it can read a text."""
+    (folder / "input").write_text("hear me")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return run_python(AS_A_COMMAND, "run", *arguments)
+
+
 def both(
     *arguments: str, folder: Path
 ) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """Run a program under python and under torchguard; it can read a text."""
-    (folder / "input").write_text("hear me")
+    """Run a program under python and under torchguard."""
+    guarded = run_inside(folder, *arguments)
     with (folder / "input").open() as stdin:
-        python = execute(*arguments, folder=folder, stdin=stdin)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        return python, run_python(AS_A_COMMAND, "run", *arguments)
+        return execute(*arguments, folder=folder, stdin=stdin), guarded
 
 
 def write(path: Path, program: str) -> Path:
@@ -247,11 +252,11 @@ class TestGuards:
     def test_workers(self, tmp_path: Path, program: list[str], methods: list[str]) -> None:
         """The guards are on in the program and in forked and spawned workers."""
         write(tmp_path / "behaves.py", BEHAVIOUR)
-        done = execute(*RUN, *program, *methods, folder=tmp_path)
+        done = run_inside(tmp_path, *program, *methods)
         workers = [f"{method} guarded guarded" for method in methods]
         assert done.stdout.splitlines() == ["main guarded", *workers], done.stderr
 
-    def test_torchrun(self, tmp_path: Path) -> None:
+    def test_torchrun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are on in every rank of torchrun, and are those asked for."""
         program = f"""
             import torch.distributed as ranks
@@ -265,10 +270,10 @@ class TestGuards:
             {END_RANK}
         """
         write(tmp_path / "trains.py", program)
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        guards = ("--guards=setitem, out", "trains.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = execute(*torchrun, *RUN, *guards, folder=tmp_path, env=environment)
+        monkeypatch.chdir(tmp_path)
+        torchrun = "from torch.distributed.run import main; main()"
+        ranks = ("--standalone", "--nproc-per-node", "2")
+        done = run_python(torchrun, *ranks, *RUN, "--guards=setitem, out", "trains.py")
         # gloo may talk too
         expected = "seen: ['out', 'setitem'] ['out', 'setitem']"
         assert expected in done.stdout.splitlines(), done.stderr

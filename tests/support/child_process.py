@@ -105,7 +105,11 @@ def run_python(
         _server.stdin.flush()
         ready, _, _ = select.select([_server.stdout], [], [], _TIMEOUT)
         if not ready:
+            children = Path(f"/proc/{_server.pid}/task/{_server.pid}/children").read_text()
             _server.kill()
+            for child in children.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(child), signal.SIGKILL)
             raise subprocess.TimeoutExpired(["a forked program"], _TIMEOUT)
         child, status = json.loads(_server.stdout.readline())
         with contextlib.suppress(ProcessLookupError):
@@ -186,14 +190,8 @@ def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    line = [sys.executable, "-W", "ignore", "-c", _FORK_RANKS, str(path), port, str(count)]
-    leader = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        ended, _ = leader.communicate(timeout=_TIMEOUT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader.pid, signal.SIGKILL)
+    leader = run_python(_FORK_RANKS, str(path), port, str(count))
     errors = [each.read_text() for each in sorted(folder.glob("rank.py.*.err"))]
-    assert leader.returncode == 0, [ended, *errors]
+    assert leader.returncode == 0, [leader.stdout, leader.stderr, *errors]
     outputs = (Path(f"{path}.{rank}.out").read_text() for rank in range(count))
     return [json.loads(output.splitlines()[-1]) for output in outputs]

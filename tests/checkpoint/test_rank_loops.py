@@ -16,8 +16,6 @@ LOOPS = {each.kind: each.code for each in blocks(PAGE.read_text("utf-8")) if eac
 BEGINS = """
 from pathlib import Path
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 import torchguard
 
 root = Path(sys.argv[0]).parent
@@ -34,7 +32,7 @@ LAUNCHED = (
 
 NEEDS = {
     "fsdp2": JOIN_RANKS,
-    "accelerate": LAUNCHED + "from accelerate import Accelerator\n",
+    "accelerate": LAUNCHED,
     "lightning": LAUNCHED
     + """
 import lightning

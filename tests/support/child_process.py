@@ -105,11 +105,12 @@ def run_python(
         _server.stdin.flush()
         ready, _, _ = select.select([_server.stdout], [], [], _TIMEOUT)
         if not ready:
-            children = Path(f"/proc/{_server.pid}/task/{_server.pid}/children").read_text()
-            _server.kill()
-            for child in children.split():
-                with contextlib.suppress(ProcessLookupError):
+            # The program, with what it has started; a kernel may not list it.
+            with contextlib.suppress(OSError):
+                listed = Path(f"/proc/{_server.pid}/task/{_server.pid}/children")
+                for child in listed.read_text().split():
                     os.killpg(int(child), signal.SIGKILL)
+            _server.kill()
             raise subprocess.TimeoutExpired(["a forked program"], _TIMEOUT)
         child, status = json.loads(_server.stdout.readline())
         with contextlib.suppress(ProcessLookupError):

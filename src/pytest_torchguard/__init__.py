@@ -107,6 +107,14 @@ class _Session:
         self._known.update((id(tensor), tensor) for tensor in broken)
         return broken
 
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what the guards did, if they did something."""
+        from torchguard._events import summary  # noqa: PLC0415
+
+        if text := summary():
+            terminalreporter.section("torchguard")
+            terminalreporter.write_line(text)
+
     def pytest_unconfigure(self) -> None:
         self._installation.uninstall()
 

@@ -26,7 +26,7 @@ Operations that fail
 The whole process
     :func:`install` puts guards in place for code that does not import torchguard, and
     :func:`uninstall` takes them away (:func:`installed`, :func:`get_original`).
-    :func:`doctor` shows which defects this torch has.
+    :func:`events` counts what the guards did. :func:`doctor` shows which defects this torch has.
 
 Errors are in :mod:`torchguard.errors`. ``python -m torchguard`` lists the commands.
 
@@ -44,6 +44,7 @@ from torchguard._public import __version__
 
 # The stub beside this file says the same to type checkers; a test compares the two.
 _PUBLIC = {
+    "_events": ("events",),
     "assignment.assign": ("sliced_assign", "sliced_assign_"),
     "assignment.at": ("at",),
     "bucketing.buckets": ("Buckets",),
@@ -84,6 +85,7 @@ _PUBLIC = {
 }
 # What the functions above return, for annotations: nobody makes one, so dir() leaves them out.
 _RETURNED = {
+    "_events": ("Event",),
     "bucketing.decorator.stats": ("BucketedStats",),
     "bucketing.decorator.warmup": ("WarmupReport",),
     "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),

@@ -1,5 +1,7 @@
 # What torchguard holds, for type checkers: __init__.py imports each name when it is used.
 from torchguard import errors as errors
+from torchguard._events import Event as Event
+from torchguard._events import events
 from torchguard._public import __version__
 from torchguard.assignment.assign import sliced_assign, sliced_assign_
 from torchguard.assignment.at import at
@@ -74,6 +76,7 @@ __all__ = [
     "checked",
     "checkpoint_folder",
     "doctor",
+    "events",
     "get_original",
     "guarded",
     "install",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import importlib.machinery
 import io
 import os
@@ -28,7 +30,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="%(prog)s [-h] [--guards NAMES] (script.py | -m module) [arguments ...]",
         help="run a program with the guards on",
         description="Install guards, then run a program as `python` would.",
-        epilog="Exit status: the program's own; 2 on bad usage. Workers forked or spawned by "
+        epilog="Exit status: the program's own; 2 on bad usage. If a guard did something, a "
+        "summary on stderr says so at the end. Workers forked or spawned by "
         "multiprocessing have the guards, interpreters started by subprocess do not.",
     )
     parser.add_argument(
@@ -53,6 +56,7 @@ def _main(options: argparse.Namespace) -> int:
         options.parser.error("expected a script, or -m and a module, to run")
     # Before the program is read: `from torch import add` in it has to find what is installed.
     install_everywhere(guards)
+    _report_at_exit()
     program = run_script if options.module is None else run_module
     try:
         program(arguments[0], arguments[1:])
@@ -60,6 +64,21 @@ def _main(options: argparse.Namespace) -> int:
         hide_own_frames()
         raise
     return 0
+
+
+def _report_at_exit() -> None:
+    """Print what the guards did when the program ends; nothing if they did nothing."""
+    from torchguard._events import summary  # noqa: PLC0415 - imports torch, in seconds
+
+    process = os.getpid()
+
+    def report() -> None:
+        # A child that the program forked has the counts of its parent.
+        if os.getpid() == process and (text := summary()):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
+                sys.stderr.write(f"torchguard: during this run\n{text}\n")
+
+    atexit.register(report)
 
 
 def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:

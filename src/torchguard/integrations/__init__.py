@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torchguard
+from torchguard._events import counts
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import Installation
 
@@ -18,7 +19,7 @@ class HasStatistics(Protocol):
 
 
 class Session:
-    """Guards that are on from ``_start`` to ``_stop``, and buckets to log by name."""
+    """Guards that are on from ``_start`` to ``_stop``, with what they did and buckets to log."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Session:
         torchguard.check_consistent([each for each in objects if each is not None])
 
     def _metrics(self) -> dict[str, float]:
-        """Return the numbers to log: calls, waste, graphs and compile time of each."""
-        found: dict[str, float] = {}
+        """Return the numbers to log: how often each kind of event happened, and the buckets'."""
+        found: dict[str, float] = {f"torchguard/{kind}": n for kind, n in counts().items()}
         for name, bucketed in self._buckets.items():
             for key, value in bucketed.stats().as_dict().items():
                 # A logger draws curves of numbers; the rest is lists and texts.

@@ -14,7 +14,8 @@ __all__ = ["GuardCallback"]
 class GuardCallback(Session, Callback):
     """Guards on while the trainer runs, tensors checked before each checkpoint, buckets logged.
 
-    Equals no callback at all, as long as nothing fails.
+    Equals no callback at all, as long as nothing fails. If a guard did something, its counts are
+    logged as ``torchguard/<kind>`` (see :func:`torchguard.events`).
 
     Args:
         guards: names for :func:`torchguard.install`; one or several.
@@ -50,11 +51,11 @@ class GuardCallback(Session, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the buckets."""
+        """Log the buckets, and what the guards did."""
         del pl_module, outputs, batch
         # To the loggers themselves: self.log() averages over an epoch what are counters, and
         # refuses names that come up later.
         every = getattr(trainer, "log_every_n_steps", 50)
-        if self._buckets and (batch_idx + 1) % every == 0:
+        if (batch_idx + 1) % every == 0 and (metrics := self._metrics()):
             for logger in trainer.loggers:
-                logger.log_metrics(self._metrics(), step=trainer.global_step)
+                logger.log_metrics(metrics, step=trainer.global_step)

@@ -16,7 +16,8 @@ class GuardCallback(Session, TrainerCallback):
     """Guards on while the trainer trains, tensors checked before each checkpoint, buckets logged.
 
     Equals no callback at all, as long as nothing fails. Use ``GuardCallback().attach(trainer)``:
-    it comes before the callbacks that report, so that they report the buckets too. Where
+    it comes before the callbacks that report, so that they report the buckets too, and the
+    counts of what the guards did as ``torchguard/<kind>`` (see :func:`torchguard.events`). Where
     training raises, this trainer does not tell its callbacks: the guards stay on until
     ``torchguard.uninstall()``.
 
@@ -64,7 +65,7 @@ class GuardCallback(Session, TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the buckets to what is logged."""
+        """Add the buckets, and what the guards did, to what is logged."""
         del args, control, kwargs
         # Trainer.log() has appended a copy of `logs` to the history before it calls this.
         metrics = self._metrics()

@@ -1,0 +1,166 @@
+"""What the guards did: counts by kind and place, and the records of the logger ``torchguard``.
+
+Nothing here runs while nothing fails. The module is not called ``events`` because importing it
+would hide the function of that name at the front door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchguard._public import public
+from torchguard._torch import frame_of_user
+
+Kind = Literal[
+    "rolled_back",
+    "overlap",
+    "out_of_range",
+    "miscompiled",
+    "padding_leak",
+    "recompute_refused",
+    "batch_halved",
+    "step_skipped",
+    "file_kept",
+    "copied_on_write",
+    "replicas_differ",
+    "training_setup",
+    "guard_skipped",
+]
+"""What a guard can have done; the page ``docs/events.md`` says what each means."""
+
+logger = logging.getLogger("torchguard")
+
+
+@public
+@dataclass(frozen=True)
+class Event:
+    """One thing that a guard did at one line of your program, with how often it did it."""
+
+    kind: Kind
+    """What happened, such as ``"rolled_back"``."""
+
+    guard: str
+    """Which guard or function did it: ``"resize"``, ``"transaction"``."""
+
+    message: str
+    """One sentence about the last time."""
+
+    where: str
+    """The line of your program, ``"/home/me/train.py:130"``; ``""`` if no frame is yours."""
+
+    count: int
+    """How often it happened at that line."""
+
+    first: float
+    """When it happened first, in seconds since the epoch, as ``time.time()`` counts."""
+
+    last: float
+    """When it happened last, in the same seconds."""
+
+
+# A program that fails at ever new lines (generated code) must not fill the memory.
+_MAX_PLACES = 1000
+_ELSEWHERE = "elsewhere"
+
+_events: dict[tuple[str, str, str], Event] = {}
+# Reentrant: a signal handler of the program may raise in the middle of record() and fail again.
+_lock = threading.RLock()
+
+
+def _replace_lock() -> None:
+    """In a forked child no thread is left that could release the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_replace_lock)
+
+
+def record(kind: Kind, guard: str, message: str, where: str | None = None) -> None:
+    """Count an event and log it: as a warning the first time at a place, then at level DEBUG.
+
+    Call it only where something failed. It never raises: the exception that is on its way to the
+    program matters more.
+
+    Args:
+        kind: what happened.
+        guard: the name of the guard or of the public function.
+        message: one sentence, without the place.
+        where: ``"file:line"`` of the user's code; left out, the innermost frame that belongs
+            neither to torch nor to torchguard.
+    """
+    with contextlib.suppress(Exception):
+        event = _count(kind, guard, message, _place() if where is None else where)
+        level = logging.WARNING if event.count == 1 else logging.DEBUG
+        place = f" ({event.where})" if event.where else ""
+        logger.log(level, "%s: %s%s", guard, message, place, extra={"torchguard": event})
+
+
+def _count(kind: Kind, guard: str, message: str, where: str) -> Event:
+    now = time.time()
+    with _lock:
+        key = (kind, guard, where)
+        if key not in _events and len(_events) >= _MAX_PLACES:
+            key = (kind, guard, _ELSEWHERE)
+        known = _events.get(key)
+        if known is None:
+            event = Event(kind, guard, message, key[2], 1, now, now)
+        else:
+            event = replace(known, message=message, count=known.count + 1, last=now)
+        _events[key] = event
+        return event
+
+
+def _place() -> str:
+    frame = frame_of_user()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@public
+def events() -> tuple[Event, ...]:
+    """Return what the guards of this process did, oldest first.
+
+    PyTorch has nothing like it. There is one :class:`Event` for each kind, guard and line of your
+    program, with a count. If nothing failed, the tuple is empty. At most 1,000 lines are told
+    apart; later ones are counted together, with ``where="elsewhere"``.
+
+    The same events are records of ``logging.getLogger("torchguard")``: ``WARNING`` the first time
+    at a line, ``DEBUG`` after that. Each record has the event as its attribute ``torchguard``.
+    torchguard installs no handler and changes no level.
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> t = torch.from_numpy(np.zeros(4))
+        >>> try:
+        ...     torchguard.safe_resize_(t, 5, 5)
+        ... except RuntimeError:
+        ...     print(torchguard.events()[-1].kind)
+        rolled_back
+    """
+    with _lock:
+        return tuple(sorted(_events.values(), key=lambda event: event.first))
+
+
+def counts() -> Mapping[str, int]:
+    """Return how often each kind happened, for loggers of numbers."""
+    totals: dict[str, int] = {}
+    for event in events():
+        totals[event.kind] = totals.get(event.kind, 0) + event.count
+    return totals
+
+
+def summary() -> str:
+    """Return a line for each event, or an empty text if nothing happened."""
+    return "\n".join(
+        f"  {event.count:>6} x {event.kind:<17} {event.guard}: {event.message}"
+        + (f" ({event.where})" if event.where else "")
+        for event in events()
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from typing_extensions import Self
 
+from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import (
     DYNAMO,
@@ -22,7 +25,9 @@ from torchguard._torch import (
     rebuild_dynamo_tables,
 )
 from torchguard._torch.overlays import forget
+from torchguard.errors import TorchGuardError
 from torchguard.patching.guards import GUARDS, GuardName
+from torchguard.patching.selftests import SELF_TESTS
 
 _DEFAULT = ("resize",)
 
@@ -71,7 +76,7 @@ class Installation:
 
 
 @public
-def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
+def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False) -> Installation:
     """Switch guards on for the whole process: for applications, not for libraries.
 
     Equals plain torch wherever nothing fails: same results, same tensors, same
@@ -122,12 +127,17 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
         *names: which guards; none for the default set.
         only_if_needed: try each defect first, and skip a guard whose defect this
             torch does not have (``.skipped`` says why).
+        strict: raise if a guard does not protect on this torch.
+
+    Each guard is tried once it is in place. One that does not protect is taken off again, with a
+    warning, and ``.skipped`` says why; the others stay. With ``strict=True`` that raises instead.
 
     Returns:
         An :class:`Installation`, which can be used in a ``with`` statement.
 
     Raises:
         ValueError: there is no guard of that name.
+        TorchGuardError: with ``strict``, a guard does not protect on this torch; none is installed.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/169179,
@@ -175,7 +185,47 @@ def install(*names: GuardName, only_if_needed: bool = True) -> Installation:
     for name in chosen:
         for module in GUARDS[name].in_modules:
             on_import(module, _module_was_imported)
+    _try(list(new), installation, strict=strict)
     return installation
+
+
+def _try(names: list[str], installation: Installation, *, strict: bool = False) -> None:
+    """Run the self-test of each guard that is new in place; take off those that fail."""
+    for name in names:
+        reason = _why_it_does_not_protect(name)
+        if reason is not None:
+            reason = f"torch {torch.__version__}: {reason}"
+            with patch.lock:
+                _skip(name, reason)
+            if strict:
+                installation.uninstall()
+                raise TorchGuardError(
+                    f"install: {name!r} does not protect: {reason}; nothing was installed "
+                    "(strict=False installs the other guards)"
+                )
+            record("guard_skipped", name, reason)
+            warnings.warn(
+                f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _why_it_does_not_protect(name: str) -> str | None:
+    test = SELF_TESTS.get(name)
+    try:
+        return None if test is None else test()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the guard does not protect
+        return f"its self-test failed with {type(error).__name__}: {error}"
+
+
+def _skip(name: str, reason: str) -> None:
+    """Take a guard off, and let those who hold it know why."""
+    holders = _holders.get(name, set())
+    _undo([name], lambda: None)
+    for holder in holders:
+        holder.names = tuple(each for each in holder.names if each != name)
+        holder.skipped[name] = reason
 
 
 @public

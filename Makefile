@@ -37,8 +37,8 @@ types: $(VENV)/dev.stamp ## check types: mypy everywhere, pyright on a program t
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright --pythonpath $(BIN)/python
 
-docs: $(VENV)/dev.stamp ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+docs: $(VENV)/dev.stamp ## build the documentation into site/; a broken link fails
+	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html docs site
 
 dist: $(VENV)/dev.stamp ## build wheel and source distribution into dist/, the same bytes each time
 	rm -rf dist

@@ -71,7 +71,7 @@ def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
     """It is whole, and builds the same bytes again: in another folder, at another time."""
     unpack(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
-    files = ("tests/repository/test_package.py", "mkdocs.yml", "CONTRIBUTING.md", "SECURITY.md")
+    files = ("tests/repository/test_package.py", "docs/conf.py", "CONTRIBUTING.md", "SECURITY.md")
     for name in files:
         assert (source / name).exists(), name
         (source / name).touch()

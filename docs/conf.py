@@ -1,0 +1,89 @@
+"""How Sphinx builds the site: ``make docs`` writes it to ``site/``, and fails at a broken link."""  # noqa: INP001
+
+from __future__ import annotations
+
+import importlib
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import torchguard
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = re.findall(
+    r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+)[0]
+
+project = "torchguard"
+author = "The torchguard authors"
+copyright = author  # noqa: A001 - Sphinx reads this name
+release = version = torchguard.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+]
+exclude_patterns = ["*.py"]
+nitpicky = True  # a reference that leads nowhere is a warning, and `make docs` fails at a warning
+
+# Pages are read on GitHub too: links between them name files and headings, as GitHub does.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+html_theme = "furo"
+html_title = "torchguard"
+html_baseurl = ""
+html_copy_source = False
+html_theme_options: dict[str, Any] = {
+    "source_repository": f"{REPOSITORY}/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "none"  # signatures show them; a second list would only repeat them
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Guards", "Upstream"]
+
+_INVENTORIES = {
+    "python": "https://docs.python.org/3",
+    "torch": "https://pytorch.org/docs/stable",
+}
+
+
+def _reachable(address: str) -> bool:
+    """Tell whether an inventory can be fetched; without a network the site has fewer links."""
+    request = urllib.request.Request(f"{address}/objects.inv", method="HEAD")  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=3):  # noqa: S310 - both are https
+            return True
+    except OSError:
+        return False
+
+
+intersphinx_mapping = {
+    name: (address, None) for name, address in _INVENTORIES.items() if _reachable(address)
+}
+# Names of other projects, which lead somewhere only if their inventory was fetched, and names that
+# annotations spell and no page documents.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|numpy|collections|typing|types|pathlib|os|contextlib|logging)(\..*)?"),
+    (r"py:.*", r"(?!torchguard).*"),
+    (r"py:.*", r"torchguard\..*\._?[A-Z]\w*"),
+]
+
+
+def setup(app: Sphinx) -> None:
+    """Let autodoc find the public names; Sphinx calls this."""
+    del app
+    # They are imported when they are first used (PEP 562), so that vars() lacks them until then.
+    for name in (*torchguard._HOME, "errors"):  # type: ignore[attr-defined]
+        getattr(torchguard, name)
+    importlib.import_module("torchguard.errors")

@@ -20,8 +20,8 @@ Operations that fail
     :func:`guarded` and :func:`rollback_on_error` are scopes; :func:`safe_resize_`,
     :func:`safe_resize_as_` and :func:`safe_set_` single calls; :func:`check_consistent` and
     :func:`repair_` are for what is spoiled already. In :func:`checked` a value out of range
-    raises. :func:`at`, :func:`sliced_assign` and
-    :func:`sliced_assign_` assign by index and keep the gradient.
+    raises. :func:`sliced_assign` and :func:`sliced_assign_` assign by index and keep the
+    gradient.
 
 The whole process
     :func:`install` puts guards in place for code that does not import torchguard, and
@@ -46,7 +46,6 @@ from torchguard._public import __version__
 _PUBLIC = {
     "_events": ("events",),
     "assignment.assign": ("sliced_assign", "sliced_assign_"),
-    "assignment.at": ("at",),
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
@@ -125,7 +124,6 @@ _GONE = {
             "ReplayMismatchError",
             "SaveError",
             "SharedViewError",
-            "TornSaveError",
         )
     },
 }

@@ -4,7 +4,6 @@ from torchguard._events import Event as Event
 from torchguard._events import events
 from torchguard._public import __version__
 from torchguard.assignment.assign import sliced_assign, sliced_assign_
-from torchguard.assignment.at import at
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
@@ -70,7 +69,6 @@ __all__ = [
     "TorchGuardError",
     "UnrecoverableStepError",
     "__version__",
-    "at",
     "bucketed",
     "check_consistent",
     "checked",

@@ -69,10 +69,6 @@ class SaveError(TorchGuardError, RuntimeError):
     """Raised when a file can't be replaced in one step; what was there is as it was."""
 
 
-class TornSaveError(SaveError):
-    """Raised when a tensor was changed in place while it was being saved."""
-
-
 @public
 class DamagedFileError(TorchGuardError, RuntimeError):
     """Raised when a checkpoint is not whole: cut off, or other bytes than were written."""

@@ -11,7 +11,7 @@ import torch
 from torch.func import grad, jvp, vmap
 
 from support.assigned import base, outcome, plain, same
-from torchguard import at, sliced_assign, sliced_assign_
+from torchguard import sliced_assign, sliced_assign_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,10 +140,6 @@ UNDER_VMAP: dict[str, Callable[..., torch.Tensor]] = {
     "integers": sliced_assign,
     "slice": lambda t, i, v: sliced_assign(t, slice(0, 2), v) + i.sum(),
     "mixed": lambda t, i, v: sliced_assign(t, (i, slice(0, 2)), v[:, :2]),
-    "add": lambda t, i, v: at(t)[i].add(v),
-    "multiply": lambda t, i, v: at(t)[i].multiply(v),
-    "max": lambda t, i, v: at(t)[i].max(v),
-    "add to a slice": lambda t, i, v: at(t)[0:2].add(v) + i.sum(),
 }
 
 

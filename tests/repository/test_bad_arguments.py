@@ -21,7 +21,6 @@ def transaction(**options: Any) -> Any:
 
 
 MESSAGES: dict[str, Callable[[], Any]] = {
-    "TypeError: at: t is of type int, expected a torch.Tensor": lambda: ANY.at(3),
     "TypeError: bucketed: dims is 'x', expected {argument: {dim: name}}, such as {'x': {1: 't'}}": (
         lambda: ANY.bucketed(dims="x", buckets=[4, 8])(lambda x: x * 2)
     ),

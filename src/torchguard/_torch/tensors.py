@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import itertools
 import operator
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,18 +29,6 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return tensor._version
     except RuntimeError:  # also for one that was made to view an inference tensor: x.data = y
         return None
-
-
-def versions_after(seconds: float, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Sleep, then read ``tensor._version`` of each; no other thread gets the GIL meanwhile."""
-    # A PyDLL keeps the GIL while it is called: https://docs.python.org/3/library/ctypes.html
-    if sys.platform == "win32":
-        sleep, unit = ctypes.PyDLL("kernel32").Sleep, 1e3
-    else:
-        sleep, unit = ctypes.PyDLL(None).usleep, 1e6
-    # One call of C, that of list(): Python hands the GIL over between two bytecodes.
-    steps = map(sleep, (int(seconds * unit),)), map(operator.attrgetter("_version"), tensors)
-    return list(itertools.chain(*steps))[1:]
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

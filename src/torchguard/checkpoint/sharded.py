@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, gathered, is_ours, numbers
-from torchguard.checkpoint.saving import Versions
 from torchguard.checkpoint.verify import (
     METADATA,
     item_faults,
@@ -30,7 +28,7 @@ from torchguard.checkpoint.verify import (
     metadata_files,
     with_tensors,
 )
-from torchguard.errors import SaveError, ShardedCheckpointError, TornSaveError
+from torchguard.errors import SaveError, ShardedCheckpointError
 
 _LOAD = "torch.distributed.checkpoint.state_dict_loader.load"
 _SHOWN = 20
@@ -329,92 +327,20 @@ def _is_ours(path: str) -> bool:
 
 
 def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Compare versions before and after an ``async_stager`` has copied the state.
+    """Refuse to write over a checkpoint that the guarded ``dcp.save`` will not replace.
 
-    Without one, torch copies before it returns. The save itself runs in another thread, through
-    the guarded ``dcp.save``, or in another process, where nothing is guarded.
+    It runs in another thread, or in another process, where nothing is guarded.
     """
 
-    def async_save(state_dict: Any, *, async_stager: Any = None, **options: Any) -> Any:
+    def async_save(state_dict: Any, **options: Any) -> Any:
         path = _local_path(options, "storage_writer")
         if path is not None and _is_written(path, options):
             in_thread = getattr(options.get("async_checkpointer_type"), "value", "") != "process"
             if not (in_thread and _is_ours(path)):
                 raise SaveError(_OVERWRITES.format(path))
-        if async_stager is None:
-            return original(state_dict, **options)
-        stager = _WatchedStager(async_stager)
-        response = original(state_dict, async_stager=stager, **options)
-        if not hasattr(response, "upload_completion"):
-            return response  # the stager has copied all
-        uploaded: Future[Any] = Future()
-
-        def pass_on(done: Future[Any]) -> None:
-            error = done.exception()
-            failures = getattr(error, "failures", {}).values()
-            torn = [each for each, _ in failures if isinstance(each, TornSaveError)] + stager.torn
-            if torn or error is not None:
-                uploaded.set_exception(torn[0] if torn else error)
-            else:
-                uploaded.set_result(done.result())
-
-        response.upload_completion.add_done_callback(pass_on)
-        response.upload_completion = uploaded
-        return response
+        return original(state_dict, **options)
 
     return async_save
-
-
-class _WatchedStager:
-    """A stager that looks whether a tensor has changed while it copied in another thread."""
-
-    def __init__(self, stager: Any) -> None:
-        self._stager = stager
-        self.torn: list[TornSaveError] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stager, name)
-
-    def stage(self, state: dict[str, Any], **options: Any) -> Any:
-        versions = Versions(state)
-        size = versions.saved_all()
-        staged = self._stager.stage(state, **options)
-        if not isinstance(staged, Future):
-            return staged
-        watched: Future[Any] = Future()
-
-        def compare(done: Future[Any]) -> None:
-            try:
-                copied, name = done.result(), versions.changed(size)
-                if name is not None:
-                    text = _TORN.format(name)
-                    self.torn.append(TornSaveError(text))
-                    copied = {**copied, "torn": _Torn(text)}
-                watched.set_result(copied)
-            except BaseException as error:  # noqa: BLE001  the future drops what a callback raises
-                watched.set_exception(error)
-
-        staged.add_done_callback(compare)
-        return watched
-
-
-_TORN = (
-    "async_save: {} was changed in place while the state was being copied, so the checkpoint would "
-    "have held parts of two states, and is not written. Wait for staging_completion.result() "
-    "before the optimizer steps"
-)
-
-
-class _Torn(Mapping[str, Any]):
-    """Raises when DCP makes its plans: the vote on them tells all ranks."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __iter__(self) -> Iterator[str]:
-        raise TornSaveError(self._text)
-
-    __len__ = __getitem__ = __iter__  # type: ignore[assignment]
 
 
 def _with_copy_of(options: Mapping[str, Any], role: str, *given: Any) -> dict[str, Any]:

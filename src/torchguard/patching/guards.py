@@ -21,12 +21,7 @@ from torchguard.assignment.dynamo import (
     slice_scatter_replacements,
 )
 from torchguard.checkpoint.loading import guard_load, guard_module_load, guard_optimizer_load
-from torchguard.checkpoint.saving import (
-    guard_commit,
-    guard_save,
-    guard_save_file,
-    guard_serialize_file,
-)
+from torchguard.checkpoint.saving import guard_commit, guard_save, guard_serialize_file
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.checks import api as checks
 from torchguard.interop import numpy_memory
@@ -178,7 +173,7 @@ def _dcp_paths(module: str, *names: str) -> Mapping[str, patch.Make]:
 _SAVE = {"torch.save": guard_save}
 _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "safetensors.torch": {
-        "safetensors.torch.save_file": guard_save_file,  # save_model calls it
+        # save_file and save_model call it.
         "safetensors.torch.serialize_file": guard_serialize_file,
     },
     # Lightning writes its checkpoints through fsspec.

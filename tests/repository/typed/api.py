@@ -158,12 +158,6 @@ def assignment() -> None:
     assert_type(torchguard.sliced_assign(t, (slice(1, 3), 0), 1.0), torch.Tensor)
     assert_type(torchguard.sliced_assign(t, rows, torch.ones(2, 3)), torch.Tensor)
     assert_type(torchguard.sliced_assign_(t, (..., [0, 2]), 1), torch.Tensor)
-    assert_type(torchguard.at(t)[rows].set(1.0), torch.Tensor)
-    assert_type(torchguard.at(t)[1:, None].add(1.0), torch.Tensor)
-    assert_type(torchguard.at(t)[t > 0].multiply(2), torch.Tensor)
-    assert_type(torchguard.at(t)[0].min(1.0), torch.Tensor)
-    assert_type(torchguard.at(t)[0].max(1.0), torch.Tensor)
-    assert_type(torchguard.at(t)[0].get(), torch.Tensor)
 
 
 def verification() -> None:
@@ -225,7 +219,7 @@ def files() -> None:
     module = torch.nn.Linear(2, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.pt")
-        torchguard.save(module.state_dict(), path, on_torn="retry", fsync=False)
+        torchguard.save(module.state_dict(), path, fsync=False)
         torchguard.load_state_dict(module, torchguard.load(path))
         with torchguard.checkpoint_folder(Path(folder, "all"), keep=2) as new:
             assert_type(new, Path)
@@ -267,7 +261,6 @@ def errors() -> None:
         torchguard.errors.PeerFailedError, torchguard.errors.ReadOnlyMemoryError,
         torchguard.errors.RecompileError, torchguard.errors.ReplayMismatchError,
         torchguard.errors.SaveError, torchguard.errors.SharedViewError,
-        torchguard.errors.TornSaveError,
     )  # fmt: skip
     warning: type[UserWarning] = torchguard.MiscompilationWarning
     warning = torchguard.OverlapWarning

@@ -195,6 +195,7 @@ def patching() -> None:
     assert_type(torchguard.installed(), tuple[str, ...])
     assert_type("out" in torchguard.installed(), bool)
     installation.uninstall()
+    assert_type(torchguard.events(), tuple[torchguard.Event, ...])
     with torchguard.install() as entered:
         assert_type(entered, torchguard.Installation)
     torchguard.install("out")

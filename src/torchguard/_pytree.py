@@ -42,7 +42,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(node, (tuple, list)):
         return None if isinstance(node, torch.Size) else list(enumerate(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(each.name, getattr(node, each.name)) for each in dataclasses.fields(node)]
+        names = [each.name for each in dataclasses.fields(node)]
+        return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
     return None
 
 

@@ -63,7 +63,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     r"rollback_on_error: objects\[1\] is of type int, expected a tensor, a module, an optimizer": (
         lambda: torchguard.rollback_on_error(plain(), 3)
     ),
-    "rollback_on_error: there is nothing to put back": torchguard.rollback_on_error,
+    "rollback_on_error: there is nothing to restore": torchguard.rollback_on_error,
     "check_consistent: obj is of type int, expected a tensor, a module, an optimizer": (
         lambda: torchguard.check_consistent(3)
     ),

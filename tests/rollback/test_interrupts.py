@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-import random
 import signal
-import time
-import warnings
+import threading
 from contextlib import nullcontext
-from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,21 +12,16 @@ import pytest
 import torch
 
 from torchguard import guarded, install, rollback_on_error, safe_resize_
-from torchguard.rollback import interrupts, snapshot
+from torchguard.state import interrupts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 HUGE = 2**58
-CALLS = 400  # a stress test of 10,000 each found none; before, a third to two thirds were spoiled
 
 
 class Interrupt(BaseException):
-    pass
-
-
-class Late(Exception):  # noqa: N818  as a library for timeouts names it
     pass
 
 
@@ -77,166 +67,102 @@ def _tensor() -> torch.Tensor:
     return torch.from_numpy(np.arange(12, dtype=np.float32).reshape(3, 4))
 
 
-def _span(way: Way) -> float:
-    """How long a failing call and its undo take, in seconds."""
-    times = []
-    for _ in range(30):
-        tensor = _tensor()
-        begin = time.perf_counter()
-        with pytest.raises((RuntimeError, IndexError)):
-            way.call(tensor)
-        times.append(time.perf_counter() - begin)
-    return sorted(times)[15]
+@pytest.mark.parametrize("name", WAYS)
+def test_an_interrupt_waits_until_every_step_of_the_rollback_is_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes before each step that restores a part of a tensor, in turn."""
+    way = WAYS[name]
+    steps: list[bool] = []
+    place = 0
 
+    def step(*args: Any, **options: Any) -> None:
+        steps.append(False)
+        if len(steps) == place:
+            signal.raise_signal(signal.SIGINT)
+            steps[-1] = True
+        original(*args, **options)
 
-def _spoiled(way: Way, error: type[BaseException]) -> tuple[int, list[str]]:
-    """Count the calls that were interrupted, and list what they have left behind."""
-
-    # The kernel may hand the signal to another thread, which comes to it after the timer is off.
-    is_on = False
-
-    def handler(*_: object) -> None:
-        if is_on:
-            raise error
-
-    interrupted, spoiled = 0, []
-    chance = random.Random(0)  # noqa: S311
-    before = signal.signal(signal.SIGALRM, handler)
+    original = interrupts.warn_if_refused
+    monkeypatch.setattr("torchguard.state.tensors.warn_if_refused", step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with way.scope():
-            span = 1.3 * _span(way)
-            for _ in range(CALLS):
+            while True:
+                place += 1
+                steps.clear()
                 tensor = _tensor()
-                found: BaseException | None = None
-                try:
-                    try:
-                        is_on = True
-                        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, span))
-                        way.call(tensor)
-                    except (error, RuntimeError, IndexError) as caught:
-                        found = caught
-                    finally:
-                        is_on = False
-                        signal.setitimer(signal.ITIMER_REAL, 0)
-                except error:
-                    pass  # came too late
-                interrupted += isinstance(found, error)
+                with pytest.raises((KeyboardInterrupt, RuntimeError, IndexError)) as caught:
+                    way.call(tensor)
+                interrupted = any(steps)
+                assert (caught.type is KeyboardInterrupt) is interrupted
                 with torch._C.DisableTorchFunction():
-                    state = tuple(tensor.shape), tensor.untyped_storage().nbytes()
-                    if state != ((3, 4), 48):
-                        spoiled.append(f"shape and bytes {state}")
-                    elif way.data and tensor.tolist() != _tensor().tolist():
-                        spoiled.append("elements")
-                    if not torch.is_grad_enabled():
-                        spoiled.append("grad mode")
-                        torch.set_grad_enabled(True)
+                    assert tuple(tensor.shape) == (3, 4)
+                    assert tensor.untyped_storage().nbytes() == 48
+                    assert not way.data or tensor.tolist() == _tensor().tolist()
+                    assert torch.is_grad_enabled()
+                if not interrupted:
+                    break
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return interrupted, spoiled
+        signal.signal(signal.SIGINT, before)
+    assert place > 1
 
 
-TIMEOUTS = ("safe_resize_", "rollback_on_error with data")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGALRM"])
+def test_a_signal_waits_until_the_rollback_has_ended(name: str) -> None:
+    number = getattr(signal, name)
+    done: list[str] = []
 
+    def handler(*_: object) -> None:
+        done.append("handler")
+        raise Interrupt
 
-@pytest.mark.parametrize(
-    ("name", "error"), [*((name, Interrupt) for name in WAYS), *((name, Late) for name in TIMEOUTS)]
-)
-def test_an_undo_is_finished_before_the_interrupt_is_raised(
-    name: str, error: type[BaseException]
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        interrupted, spoiled = _spoiled(WAYS[name], error)
-    assert interrupted > CALLS / 4
-    assert spoiled == []
-    assert [each.message for each in caught if each.category is RuntimeWarning] == []
+    def restore() -> None:
+        signal.raise_signal(number)
+        done.append("restored")
 
-
-def test_the_interrupt_says_what_it_has_interrupted() -> None:
-    rounds: list[str] = []
-
-    def undo() -> None:
-        rounds.append("again")
-        if len(rounds) == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        try:
-            raise RuntimeError("out of memory")  # noqa: TRY301
-        except RuntimeError:
-            interrupts.finish(undo)
-            raise
-    assert len(rounds) == 2
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(Interrupt) as caught:
+            try:
+                raise RuntimeError("out of memory")  # noqa: TRY301
+            except RuntimeError:
+                interrupts.roll_back(restore)
+                raise
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    assert done == ["restored", "handler"]
     assert str(caught.value.__context__) == "out of memory"
 
 
-def _uncovered_jumps(code: CodeType) -> Iterator[str]:
-    """Yield the functions that loop inside of ``with`` where an interrupt would skip ``__exit__``.
+def test_a_signal_that_comes_before_the_first_is_deferred_is_raised_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_: int) -> None:
+        raise Interrupt
 
-    The jump back of a loop checks for signals, and CPython 3.12 and 3.13 leave that of a loop that
-    ends with an ``if`` out of the exception table: https://github.com/python/cpython/issues/130279
-    """
-    instructions = list(dis.get_instructions(code))
-    table = list(dis._parse_exception_table(code))  # type: ignore[attr-defined]
-    covered = {offset for entry in table for offset in range(entry.start, entry.end)}
-    jumps = [each for each in instructions if each.opname == "JUMP_BACKWARD"]
-    for place, handler in enumerate(instructions[2:]):
-        if handler.opname == "WITH_EXCEPT_START":
-            begins = {each.offset for each in instructions[place : place + 3]}
-            entries = [entry for entry in table if entry.target in begins]
-            first, last = min(e.start for e in entries), max(e.end for e in entries)
-            if any(first <= j.argval < j.offset < last for j in jumps if j.offset not in covered):
-                yield f"{code.co_filename}: {code.co_name}"
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _uncovered_jumps(constant)
+    monkeypatch.setattr(interrupts, "_get_handler", interrupted)
+    done: list[str] = []
+    with pytest.raises(Interrupt):
+        interrupts.roll_back(done.append, "restored")
+    assert done == ["restored"]
 
 
-@pytest.mark.skipif(not hasattr(dis, "_parse_exception_table"), reason="Python 3.10 has no table")
-def test_no_loop_of_an_undo_can_leave_a_with_statement_without_its_exit() -> None:
-    files = Path(snapshot.__file__).parent.glob("*.py")
-    codes = [compile(path.read_text(encoding="utf-8"), path.name, "exec") for path in files]
-    assert [each for code in codes for each in _uncovered_jumps(code)] == []
+def test_another_thread_rolls_back_too() -> None:
+    done: list[str] = []
+    thread = threading.Thread(target=interrupts.roll_back, args=(done.append, "restored"))
+    thread.start()
+    thread.join()
+    assert done == ["restored"]
 
 
-def test_what_torch_refuses_twice_is_a_warning_and_the_next_step_is_taken() -> None:
+def test_a_step_that_torch_refuses_is_a_warning() -> None:
     def refused() -> None:
         raise RuntimeError("no memory")
 
     with pytest.warns(RuntimeWarning, match=r"^could not: no memory$"):
-        interrupts.retry_or_warn(refused, failure="could not")
-
-
-def test_a_large_copy_is_put_back_once_however_often_it_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copies: list[int] = []
-    original = snapshot.original_copy_
-
-    def copy_(*args: Any) -> Any:
-        copies.append(len(rounds))
-        return original(*args)
-
-    monkeypatch.setattr(snapshot, "original_copy_", copy_)
-    tensor = torch.ones(3)
-    saved = snapshot.capture(tensor, data=True)
-    tensor.zero_()
-    rounds = [KeyboardInterrupt, KeyboardInterrupt]
-
-    def undo() -> None:
-        saved.restore()
-        while rounds:
-            raise rounds.pop()
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.finish(undo)
-    assert copies == [2]
-    assert tensor.tolist() == [1, 1, 1]
-    tensor.zero_()  # a snapshot may be restored again
-    saved.restore()
-    assert copies == [2, 0]
-    assert tensor.tolist() == [1, 1, 1]
+        interrupts.warn_if_refused(refused, failure="could not")
 
 
 def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() -> None:

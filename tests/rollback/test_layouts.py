@@ -12,7 +12,7 @@ from support import kinds
 from support.kinds import Wrapper, plain, state
 from support.ways import differences, outcome_of
 from torchguard import guarded, rollback_on_error
-from torchguard.rollback.snapshot import capture
+from torchguard.state.tensors import capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

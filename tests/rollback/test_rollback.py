@@ -14,8 +14,7 @@ from support.compiled import Counting
 from support.kinds import Kind, locked, named, plain, state
 from support.modes import DispatchMode
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import _torch, rollback_on_error
-from torchguard.rollback import snapshot
+from torchguard import rollback_on_error
 from torchguard.rollback.consistency import is_consistent
 
 if TYPE_CHECKING:
@@ -299,28 +298,6 @@ def test_is_nothing_to_a_compiled_function(data: bool) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [4, 4]
     assert len(backend.graphs) == 1
-
-
-def test_an_undo_that_is_interrupted_keeps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter stays where the block's writes have moved it, not where the undo did."""
-    interrupts = [KeyboardInterrupt]
-
-    def set_version(tensor: torch.Tensor, version: int) -> None:
-        if interrupts:
-            raise interrupts.pop()
-        _torch.set_version(tensor, version)
-
-    monkeypatch.setattr(snapshot, "set_version", set_version)
-    tensor = plain()
-    written = 0
-    with pytest.raises(KeyboardInterrupt), rollback_on_error(tensor):
-        tensor.add_(1)
-        tensor.unsqueeze_(0)
-        written = tensor._version
-        raise Planned
-    assert not interrupts
-    assert tensor.shape == plain().shape
-    assert tensor._version == written
 
 
 def test_a_scope_inside_itself_keeps_its_own_gradients() -> None:

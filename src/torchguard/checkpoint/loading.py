@@ -20,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
 from torchguard._torch import are_apart, overlapping, patch, tensors_loaded_by_copies
-from torchguard.checkpoint.optimizer_state import (
-    copy_of_attributes,
-    load_optimizer,
-    restore_attributes,
-)
+from torchguard.checkpoint.optimizer_state import load_optimizer
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
+from torchguard.state.containers import Containers
+from torchguard.state.interrupts import roll_back
+from torchguard.state.modules import Modules, containers_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
@@ -277,7 +276,7 @@ def _load_module(
     named = [(tensor, state.get(name)) for name, tensor in tensors or ()]
     pairs = [(tensor, value) for tensor, value in named if isinstance(value, torch.Tensor)]
     if tensors is None or not all(_copy_succeeds(*pair) for pair in pairs):
-        with _put_back(module, state):
+        with _rolled_back_on_error(module, state):
             result = call()
             tie_again(module, ties, state)
             return result
@@ -351,9 +350,11 @@ def _has_no_overlap(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Keep copies of a module's tensors; put them, and what it held, back if the block raises."""
-    held = [(each, copy_of_attributes(each)) for each in module.modules()]
+def _rolled_back_on_error(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Keep copies of a module's tensors; restore them, and all it holds, if the block raises."""
+    modules = list(module.modules())
+    structure = Modules(modules).snapshot()
+    containers = Containers(held for each in modules for held in containers_of(each))
     # assign=True gives the parameters of the state the requires_grad of the module's.
     flags = [
         (v, v.requires_grad)
@@ -362,16 +363,20 @@ def _put_back(module: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[Non
     ]
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     lazy = [(t, type(t), t.data) for t in tensors.values() if isinstance(t, _LAZY)]
+
+    def restore() -> None:
+        for tensor, kind, data in lazy:
+            tensor.data, tensor.__class__ = data, kind
+        structure.restore()
+        containers.restore()
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
+
     try:
         with rollback_on_error(
             [t for t in tensors.values() if not isinstance(t, _LAZY)], data=True
         ):
             yield
     except BaseException:
-        for tensor, kind, data in lazy:
-            tensor.data, tensor.__class__ = data, kind
-        for each, attributes in held:
-            restore_attributes(each, attributes)
-        for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)
+        roll_back(restore)
         raise

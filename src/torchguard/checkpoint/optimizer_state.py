@@ -14,6 +14,8 @@ import torch
 
 from torchguard._torch import warn_user
 from torchguard._torch.optimizers import has_load_hooks
+from torchguard.state.interrupts import roll_back
+from torchguard.state.optimizers import OptimizerSnapshot
 
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
 # sums of rows and columns, LBFGS one vector for all parameters.)
@@ -30,19 +32,12 @@ def load_optimizer(
     # A hook may change shapes, or the order, and names: torch's documentation shows one.
     if not has_load_hooks(optimizer):
         state = _by_name(optimizer, state)
-    attributes = copy_of_attributes(optimizer)
-    groups = [(group, group.copy()) for group in optimizer.param_groups]
-    states = [(each, each.copy()) for each in optimizer.state.values() if isinstance(each, dict)]
-    listed = list(optimizer.param_groups)
+    saved = OptimizerSnapshot(optimizer)
     try:
         return call(state)
     except BaseException:
         # torch makes new dicts; a hook may have written to the old ones.
-        restore_attributes(optimizer, attributes)
-        optimizer.param_groups[:] = listed
-        for each, contents in (*groups, *states):
-            each.clear()
-            each.update(contents)
+        roll_back(saved.restore)
         raise
 
 
@@ -153,23 +148,3 @@ def _expected_shape(
     if isinstance(own, torch.Tensor):
         return own.shape
     return parameter.shape if torchs and like_parameter else None
-
-
-def copy_of_attributes(obj: object) -> dict[str, Any]:
-    """Copy what an object holds, and the dicts of a module's tensors and modules."""
-    return {
-        name: (value, value.copy()) if isinstance(value, (dict, set)) else (value, None)
-        for name, value in vars(obj).items()
-    }
-
-
-def restore_attributes(obj: object, attributes: dict[str, Any]) -> None:
-    """Put back what :func:`copy_of_attributes` has copied."""
-    now = vars(obj)
-    for name in [name for name in now if name not in attributes]:
-        del now[name]
-    for name, (value, contents) in attributes.items():
-        if contents is not None:
-            value.clear()
-            value.update(contents)
-        now[name] = value

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -36,6 +34,10 @@ from torchguard.equivalence.outcome import (
     counted,
     send_backward,
 )
+from torchguard.state.modes import ThreadModes
+from torchguard.state.modules import Modules
+from torchguard.state.random import RNGState
+from torchguard.state.tensors import Elements, Gradients
 
 
 @contextlib.contextmanager
@@ -64,82 +66,6 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
         modes.restore()
 
 
-class ThreadModes(NamedTuple):
-    """Grad mode and autocast, as this thread has them."""
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """For each device, whether autocast is on and to which dtype it casts."""
-
-    caches: bool
-    nesting: int
-    """How many autocast scopes are open; the outermost clears the cache of casts when it ends."""
-
-    @classmethod
-    def capture(cls) -> ThreadModes:
-        """Read them."""
-        autocast = tuple(
-            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda", "xpu")
-        )
-        # Nothing reads the counter but what changes it.
-        try:
-            nesting = torch.autocast_increment_nesting() - 1
-        finally:  # also if an interrupt comes as the call returns
-            torch.autocast_decrement_nesting()
-        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting)
-
-    def restore(self) -> None:
-        """Set them back, where an interrupt or a graph has left a scope without its end."""
-        torch.set_grad_enabled(self.grad)
-        for device, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self.caches)
-        while torch.autocast_increment_nesting() <= self.nesting:
-            pass
-        while torch.autocast_decrement_nesting() > self.nesting:
-            pass
-
-
-# ---- RNG states ----
-
-_Access = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""Reads where a generator stands, and sets it back there."""
-
-
-def same_state(now: Any, before: Any) -> bool:
-    """Whether two states that were read of one generator are the same."""
-    if isinstance(now, dict):  # numpy's
-        return all(same_state(value, before[name]) for name, value in now.items())
-    if isinstance(now, np.ndarray):
-        return bool(now.tobytes() == before.tobytes())
-    return torch.equal(now, before) if isinstance(now, torch.Tensor) else bool(now == before)
-
-
-class RNGState(NamedTuple):
-    """Where the default generators of torch, of each device in use, of Python and numpy stand."""
-
-    generators: list[_Access]
-    read: list[Any]
-
-    @classmethod
-    def capture(cls) -> RNGState:
-        """Read them."""
-        generators = all_generators()
-        return cls(generators, [get_state() for get_state, _ in generators])
-
-    def changed(self) -> list[bool]:
-        """Return of each generator whether it has moved on."""
-        pairs = zip(self.generators, self.read, strict=True)
-        return [not same_state(get_state(), before) for (get_state, _), before in pairs]
-
-    def restore(self) -> None:
-        """Set the generators back."""
-        for (_, set_state), before in zip(self.generators, self.read, strict=True):
-            set_state(before)
-
-
 @contextlib.contextmanager
 def rng_state_restored() -> Iterator[Callable[[], bool]]:
     """Restore the RNG states; yields a function that returns whether torch has drawn numbers."""
@@ -150,105 +76,33 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
         states.restore()
 
 
-_numpy: Any = np.random  # whose global generator may be exchanged, since numpy 1.24
-_known: tuple[Any, list[_Access]] = None, []
-
-
-def all_generators() -> list[_Access]:
-    """Return how to read and set each RNG state: torch's, the CPU's first, Python's and numpy's."""
-    global _known  # anew where a device or another generator of numpy came into use
-    bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
-    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
-    if in_use != _known[0]:
-        found: list[_Access] = [(torch.get_rng_state, torch.set_rng_state)]
-        devices: tuple[Any, ...] = (torch.cuda, torch.xpu)
-        for device in devices:
-            # To ask for the state of a device that was not used yet would start it.
-            for index in range(device.device_count()) if device.is_initialized() else ():
-                get_state = functools.partial(device.get_rng_state, index)
-                found.append((get_state, functools.partial(device.set_rng_state, device=index)))
-        if torch.backends.mps.is_available():
-            found.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-        found.append((random.getstate, random.setstate))
-        _known = in_use, [*found, _of_numpy(bit_generator)]
-    return _known[1]
-
-
-def _of_numpy(bit_generator: Any) -> _Access:
-    def set_state(state: Any) -> None:
-        if bit_generator is not None and _numpy.get_bit_generator() is not bit_generator:
-            _numpy.set_bit_generator(bit_generator)
-        _numpy.set_state(state)
-
-    return functools.partial(_numpy.get_state, legacy=False), set_state
-
-
 # ---- modules ----
 
 
 @contextlib.contextmanager
 def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Restore the attributes, parameters, buffers and hooks that modules hold, and gradients.
+    """Restore the attributes, members and hooks that modules hold, and which gradients.
 
     An attribute may say that there is a hook, as transformers notes those for ``router_logits``.
     """
     modules = list(modules)
-    before = [(module, type(module), dict(module.__dict__)) for module in modules]
-    tables = [
-        (module, kind, name.endswith(_HOOKS), held, dict(held))
-        for module, kind, attributes in before
-        for name, held in attributes.items()
-        if name in {"_parameters", "_buffers"} or (name.endswith(_HOOKS) and isinstance(held, dict))
-    ]
-    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
+    snapshot = Modules(modules).snapshot()
+    gradients = Gradients(p for module in modules for p in module.parameters(recurse=False))
     try:
         yield
     finally:
-        for module, _, attributes in before:
-            _restore(module.__dict__, attributes)
-        for module, kind, are_hooks, held, entries in tables:
-            # A lazy module becomes another, and takes its hooks away.
-            if type(module) is kind or not are_hooks:
-                removed = entries.keys() - held.keys()
-                _restore(held, entries)
-                if removed and are_hooks:  # they run in the order in which they were registered
-                    for key in entries:  # one at a time, for an interrupt or another thread
-                        held[key] = held.pop(key)
-        for parameter, gradient in gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-
-
-# Of torch.nn.Module: _forward_pre_hooks, _forward_hooks_with_kwargs, _state_dict_hooks, ...
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-def _restore(changed: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Touch only what is different: another thread may be reading the rest."""
-    for name in changed.keys() - before.keys():
-        del changed[name]
-    for name, value in before.items():
-        if name not in changed or changed[name] is not value:
-            changed[name] = value
+        snapshot.restore(lazy=False)
+        gradients.restore()
 
 
 @contextlib.contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Copy the values of buffers and copy them back, for what :class:`UndoMutations` can't see."""
-    before = [
-        (buffer, buffer.detach().clone(), version_of(buffer))
-        for module in modules
-        for buffer in module.buffers(recurse=False)
-    ]
+    before = Elements(b for module in modules for b in module.buffers(recurse=False))
     try:
         yield
     finally:
-        for buffer, values, version in before:
-            # An inference tensor is written in inference mode only.
-            with torch.inference_mode(mode=buffer.is_inference()), torch.no_grad():
-                buffer.copy_(values)
-                if version is not None:
-                    set_version(buffer, version)
+        before.restore()
 
 
 # ---- undo what a function writes ----

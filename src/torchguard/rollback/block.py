@@ -12,9 +12,9 @@ import torch
 
 from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
-from torchguard.rollback.consistency import require_container, tensors_in
-from torchguard.rollback.interrupts import finish
-from torchguard.rollback.snapshot import Snapshot, capture
+from torchguard.state.containers import require_container, tensors_in
+from torchguard.state.interrupts import roll_back
+from torchguard.state.tensors import Gradients, Snapshot, capture
 
 
 class _Leave(partial[None]):
@@ -46,11 +46,8 @@ class UndoOnExit:
         return leave
 
 
-def _leave(block: Rollback, *raised: Any) -> None:
+def _leave(block: Any, *raised: Any) -> None:
     block.leave(lambda: None, *raised)
-
-
-_Gradients = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Rollback:
@@ -59,76 +56,43 @@ class Rollback:
     def __init__(self, objects: tuple[Any, ...], *, data: bool) -> None:
         self._objects = objects
         self._data = data
-        self.saved: list[tuple[list[Snapshot], _Gradients]] = []
+        self._saved: list[tuple[list[Snapshot], Gradients]] = []
+        """One item for each block that is open."""
 
     def __enter__(self) -> None:
         with without_torch_function():
-            tensors, gradients = self._tensors()
-        snapshots = [capture(t, self._data, autograd=True) for t in tensors]
-        self.saved.append((snapshots, gradients))
+            found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
+            tensors = list({id(each): each for each in found}.values())
+            gradients = Gradients(tensors)
+        snapshots = [capture(each, self._data, autograd=True) for each in tensors]
+        self._saved.append((snapshots, gradients))
 
-    __exit__ = UndoOnExit()
-
-    def leave(
-        self,
-        undo_if_dropped: Callable[[], Generator[None, None, None] | None],
-        exception_type: type[BaseException] | None,
-        *_: object,
-    ) -> None:
-        """End the block; undo it if it has raised."""
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is not None:
-            finish(self._undo, {})
-        self.saved.pop()
-        not_needed = undo_if_dropped()
-        if not_needed is not None:
-            next(not_needed, None)
+            roll_back(self._restore, *self._saved[-1])
+        self._saved.pop()
 
-    def undo_if_dropped(self, depth: int) -> Generator[None, None, None]:
-        """Undo the block if this is dropped before :meth:`leave` has gone through."""
-        try:
-            yield
-        except GeneratorExit:
-            if len(self.saved) > depth:
-                finish(self._undo, {})
-                self.saved.pop()
-
-    def _undo(self, versions: dict[int, int | None]) -> None:
-        """Restore each tensor; ``versions`` keeps what was read if this is called again."""
-        for saved in self.saved[-1][0]:
-            # Without a copy of the elements the counter stays where the block's writes moved it.
-            if not self._data and id(saved.tensor) not in versions:
-                with without_torch_function():
-                    versions[id(saved.tensor)] = version_of(saved.tensor)
-            saved.restore(versions.get(id(saved.tensor)))
+    def _restore(self, snapshots: list[Snapshot], gradients: Gradients) -> None:
+        for saved in snapshots:
+            with without_torch_function():
+                # Without a copy of the elements the counter stays where the writes moved it.
+                version = None if self._data else version_of(saved.tensor)
+            saved.restore(version)
         with without_torch_function():
-            self._restore_gradients()
-
-    # The two loops below are methods: in a `with` statement of CPython 3.12 and 3.13, an interrupt
-    # after the `if` of a loop skips the statement's exit, and no subclass or mode would see a call
-    # of torch any more. https://github.com/python/cpython/issues/130279
-
-    def _tensors(self) -> tuple[list[torch.Tensor], _Gradients]:
-        found = [each for obj in self._objects for _, each in tensors_in(obj, "", {})]
-        tensors = list({id(each): each for each in found}.values())
-        return tensors, [(each, each.grad) for each in tensors if each.is_leaf]
-
-    def _restore_gradients(self) -> None:
-        for tensor, gradient in self.saved[-1][1]:
-            if tensor.is_leaf and tensor.grad is not gradient:
-                tensor.grad = gradient
+            gradients.restore()
 
 
 @public
 def rollback_on_error(
     *objects: object, data: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Give tensors their old metadata back if the block raises.
+    """Restore the metadata of tensors if the block raises.
 
-    Equals plain code on success. When the block raises, whatever it raises, each
-    tensor listed has its shape, stride, storage offset, storage, ``requires_grad``
-    and ``.grad`` back, and the exception goes on. With ``data=True`` its
-    elements and its version counter too: they are copied on entry, which costs
-    the tensors' memory once more for as long as the block runs.
+    Equals the block without it on success. If the block raises, the shape, stride, storage
+    offset, storage, ``requires_grad`` and ``.grad`` of each tensor are restored, and the
+    exception continues. With ``data=True`` its elements and its version counter are restored
+    too: they are copied on entry, which costs the tensors' memory once more for as long as
+    the block runs.
 
     Takes what :func:`check_consistent` takes: of a module these are the parameters, buffers and
     gradients, of an optimizer the parameters and what its state holds. For a training step use
@@ -141,7 +105,7 @@ def rollback_on_error(
     Args:
         *objects: tensors of any kind and shape, modules, optimizers, and dicts, lists, tuples or
             data classes of these.
-        data: copy the elements on entry and put them back on failure.
+        data: copy the elements on entry and restore them on failure.
 
     Raises:
         TypeError: there are no ``objects``, or one is none of these.
@@ -163,7 +127,7 @@ def rollback_on_error(
         return contextlib.nullcontext()
     if not objects:
         raise TypeError(
-            "rollback_on_error: there is nothing to put back, expected what the block changes: "
+            "rollback_on_error: there is nothing to restore, expected what the block changes: "
             "`with torchguard.rollback_on_error(tensor, module):`"
         )
     for position, each in enumerate(objects):

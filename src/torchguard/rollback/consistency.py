@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +9,8 @@ import torch
 from torchguard._public import public
 from torchguard._torch import without_torch_function
 from torchguard.errors import InconsistentTensorError
-from torchguard.rollback.snapshot import (
+from torchguard.state.containers import require_container, tensors_in
+from torchguard.state.tensors import (
     bytes_needed,
     original_set_,
     parts_of,
@@ -130,65 +129,3 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
     if needed > held:
         return f"{where}: {needed} bytes needed, the storage holds {held}"
     return None
-
-
-def require_container(obj: object, name: str) -> None:
-    """Raise where :func:`tensors_in` looks for no tensors."""
-    if not isinstance(obj, torch.Tensor) and not is_container(obj):
-        raise TypeError(
-            f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
-            "or a dict, list, tuple or data class of these"
-        )
-
-
-def is_container(obj: object) -> bool:
-    """Whether :func:`tensors_in` looks for tensors inside."""
-    return isinstance(
-        obj, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, set, frozenset)
-    ) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
-
-
-def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor inside ``obj`` with the path that leads to it."""
-    if isinstance(obj, torch.Tensor):
-        yield path, obj
-        if obj.is_leaf and obj.grad is not None:
-            yield f"{path}.grad", obj.grad
-        return
-    if id(obj) in seen:
-        return
-    seen[id(obj)] = obj  # held: some are made here, and the id of one that is gone is used again
-    for step, child in _children(obj):
-        if isinstance(child, torch.Tensor) or is_container(child):
-            yield from tensors_in(child, path + step, seen)
-
-
-def _children(obj: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901  a branch per container
-    if isinstance(obj, torch.nn.Module):
-        for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
-            yield _step(name), tensor
-    elif isinstance(obj, torch.optim.Optimizer):
-        for index, group in enumerate(obj.param_groups):
-            yield f".param_groups[{index}]", group
-        yield ".state", dict(enumerate(obj.state.values()))
-    elif isinstance(obj, Mapping):
-        for key, value in obj.items():
-            yield f"[{key!r}]", value
-    elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        for name, value in zip(obj._fields, obj, strict=True):
-            yield f".{name}", value
-    elif isinstance(obj, (list, tuple, set, frozenset)):
-        for index, value in enumerate(obj):
-            yield f"[{index}]", value
-    else:
-        for field in dataclasses.fields(obj):
-            yield f".{field.name}", getattr(obj, field.name, None)
-
-
-def _step(name: str) -> str:
-    """Write a parameter's name, ``1.running_var``, as Python would reach it from the module."""
-    parts = name.split(".")
-    return "".join(
-        f".{part}" if part.isidentifier() else f"[{part if part.isdecimal() else repr(part)}]"
-        for part in parts
-    )

@@ -43,7 +43,7 @@ from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
 from torchguard.rollback.overlap import LISTS, PLAIN, cloned
 from torchguard.rollback.resize import begin_resize_, begin_resize_as_, begin_set_
-from torchguard.rollback.snapshot import capture
+from torchguard.state.tensors import capture
 
 NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 # They raise where the call would kill the process.

@@ -24,8 +24,8 @@ from torchguard._torch import (
 )
 from torchguard._torch.mutation import Writes, out_tensors, writes_statistics, written_tensors
 from torchguard.errors import NonResizableStorageError
-from torchguard.rollback.interrupts import finish
-from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture, read_stride_and_offset
+from torchguard.state.interrupts import roll_back
+from torchguard.state.tensors import Snapshot, bytes_needed, capture, read_stride_and_offset
 
 _LOCKED: set[int] = set()
 """The keys of storages that stand in for shared ones in the calls that run now."""
@@ -36,7 +36,7 @@ class Operation:
 
     Use: call torch with ``*operation.args, **operation.kwargs``; on success return
     ``operation.finish(result)``. On an exception (also one that ``finish`` raises) call
-    ``operation.undo(error)``, twice as interrupts.py says, and then ``operation.explain(error)``.
+    ``operation.undo(error)``, and then ``operation.explain(error)``.
     """
 
     __slots__ = ("_calls_back", "_in_place", "_locked", "_moved", "_out", "_stand_ins",
@@ -96,7 +96,7 @@ class Operation:
         """Turn the result of a call with stand-ins into that of a call without."""
         self._unlock()
         if self._moved:
-            finish(self._move_back)
+            roll_back(self._move_back)
         if not self._stand_ins:
             return result
         for stand_in, saved in self._stand_ins:
@@ -130,7 +130,7 @@ class Operation:
 
     def undo(self, error: BaseException) -> None:
         """Put everything back; what may be half-written and has no copy gets a new version."""
-        finish(self._undo, self._calls_back or _ran(error))
+        roll_back(self._undo, self._calls_back or _ran(error))
 
     def _undo(self, ran: bool) -> None:
         self._note_what_is_too_small()
@@ -174,23 +174,14 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             saved = capture(out)
             if saved.storage is not None and not lacks_allocator(saved.storage):
                 try:
-                    try:
-                        return original(*args, out=out, **kwargs)
-                    except BaseException as error:
-                        undo_out(saved, error)
-                        raise
-                # An interrupt in the clause above: see interrupts.py.
+                    return original(*args, out=out, **kwargs)
                 except BaseException as error:
                     undo_out(saved, error)
                     raise
         operation = Operation(statistics, args, {**kwargs, "out": out}, data=False)
         try:
-            try:
-                return operation.finish(original(*operation.args, **operation.kwargs))
-            except BaseException as error:
-                operation.undo(error)
-                raise
-        except BaseException as error:  # an interrupt in the clause above: see interrupts.py
+            return operation.finish(original(*operation.args, **operation.kwargs))
+        except BaseException as error:
             operation.undo(error)
             operation.explain(error)
             raise
@@ -200,7 +191,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def undo_out(saved: Snapshot, error: BaseException) -> None:
     """Undo what a call that failed with ``error`` did to its output."""
-    finish(_undo_out, saved, _ran(error))
+    roll_back(_undo_out, saved, _ran(error))
 
 
 def _undo_out(saved: Snapshot, ran: bool) -> None:
@@ -220,7 +211,7 @@ def undo_write(
 
     ``saved`` is None where the call can't change anything but the elements.
     """
-    finish(_undo_write, tensor, saved, elements and _ran(error))
+    roll_back(_undo_write, tensor, saved, elements and _ran(error))
 
 
 def _undo_write(tensor: torch.Tensor, saved: Snapshot | None, wrote: bool) -> None:

@@ -8,7 +8,6 @@ the block can see, gives it back for the second run, and takes away what that ha
 from __future__ import annotations
 
 import functools
-import random
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -16,7 +15,6 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -39,7 +37,7 @@ from torchguard._torch.checkpointing import (
 )
 from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
-from torchguard.equivalence.isolate import all_generators, same_state
+from torchguard.state.random import all_generators, generators_among, same_state
 
 _Entries = dict[Any, Any]
 
@@ -73,8 +71,7 @@ class Block:
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             generators += all_generators()[1:]
-            owned = {id(v): v for v in self._objects if isinstance(v, _GENERATORS)}
-            generators += map(_of_generator, owned.values())
+            generators += generators_among(self._objects)
         self._random = [(get, set_, get()) for get, set_ in generators]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,21 +257,6 @@ def _lock_of(modules: list[nn.Module]) -> Any:
     """Return what keeps two threads from running the same modules again at the same time."""
     with _lock:
         return _locks.setdefault(modules[0], threading.RLock()) if modules else _lock
-
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def _of_generator(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return how to read the state of a generator, and how to set it back."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return lambda: bits.state, functools.partial(setattr, bits, "state")
-    if isinstance(generator, np.random.RandomState):
-        return functools.partial(generator.get_state, legacy=False), generator.set_state
-    return generator.get_state, generator.set_state
 
 
 # ---- guards ----

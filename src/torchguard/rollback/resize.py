@@ -27,18 +27,16 @@ from torch.overrides import (
 
 from torchguard._public import public
 from torchguard._torch import overriding, without_torch_function
-from torchguard.rollback.interrupts import finish
 from torchguard.rollback.operation import cannot_grow, lacks_allocator
-from torchguard.rollback.snapshot import Snapshot, bytes_needed, capture
+from torchguard.state.interrupts import roll_back
+from torchguard.state.tensors import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 
-def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
-    original: Callable[..., Any], *, helper: bool = False
-) -> Callable[..., Any]:
+def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
     tensor_type = torch.Tensor
     operation = "safe_resize_" if helper else "resize_"
@@ -85,18 +83,14 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
         sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
         saved = _begin(self, operation, sizes or (options.get("size"),))
         try:
-            try:
-                if helper:
-                    return type(self).resize_(self, *sizes, **options)
-                if has_torch_function_unary(self):
-                    seen_by = overriding((self,))
-                    return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
-                return original(self, *sizes, **options)  # type: ignore[no-any-return]
-            except BaseException:
-                finish(saved.restore)
-                raise
-        except BaseException:  # an interrupt in the clause above: see interrupts.py
-            finish(saved.restore)
+            if helper:
+                return type(self).resize_(self, *sizes, **options)
+            if has_torch_function_unary(self):
+                seen_by = overriding((self,))
+                return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
+            return original(self, *sizes, **options)  # type: ignore[no-any-return]
+        except BaseException:
+            roll_back(saved.restore)
             raise
 
     return resize_
@@ -110,15 +104,11 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
         if saved is None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         try:
-            try:
-                if has_torch_function(args):
-                    return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
-                return original(*args, **kwargs)  # type: ignore[no-any-return]
-            except BaseException:
-                finish(saved.restore)
-                raise
-        except BaseException:  # an interrupt in the clause above: see interrupts.py
-            finish(saved.restore)
+            if has_torch_function(args):
+                return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        except BaseException:
+            roll_back(saved.restore)
             raise
 
     return resize_as_
@@ -132,14 +122,10 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
         if saved is None:
             return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
         try:
-            try:
-                # Not shown to subclasses and modes: torch does not show them set_ either.
-                return original(*args, **kwargs)  # type: ignore[no-any-return]
-            except BaseException:
-                finish(saved.restore)
-                raise
-        except BaseException:  # an interrupt in the clause above: see interrupts.py
-            finish(saved.restore)
+            # Not shown to subclasses and modes: torch does not show them set_ either.
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        except BaseException:
+            roll_back(saved.restore)
             raise
 
     return set_
@@ -213,13 +199,9 @@ def safe_resize_as_(
     """
     saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
     try:
-        try:
-            return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
-        except BaseException:
-            finish(saved.restore)
-            raise
-    except BaseException:  # an interrupt in the clause above: see interrupts.py
-        finish(saved.restore)
+        return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
+    except BaseException:
+        roll_back(saved.restore)
         raise
 
 
@@ -260,13 +242,9 @@ def safe_set_(
     saved = begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
     try:
-        try:
-            return tensor.set_(**arguments)  # type: ignore[return-value]
-        except BaseException:
-            finish(saved.restore)
-            raise
-    except BaseException:  # an interrupt in the clause above: see interrupts.py
-        finish(saved.restore)
+        return tensor.set_(**arguments)  # type: ignore[return-value]
+    except BaseException:
+        roll_back(saved.restore)
         raise
 
 

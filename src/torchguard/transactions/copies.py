@@ -27,7 +27,7 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
-from torchguard.rollback.snapshot import Snapshot, capture
+from torchguard.state.tensors import Snapshot, capture
 
 # --- elements --------------------------------------------------------------------------------
 

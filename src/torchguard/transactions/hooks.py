@@ -28,7 +28,7 @@ from torchguard._torch.optimizers import (
     unwrap_steps,
     wrap_step,
 )
-from torchguard.rollback.interrupts import DeferredSignals
+from torchguard.state.interrupts import DeferredSignals
 from torchguard.transactions.copies import forget_states, state_tensors
 from torchguard.transactions.optimizer_step import OptimizerStep, add_note, steps_in_one_call
 

@@ -22,7 +22,7 @@ from torchguard._torch.optimizers import (
     step_without_hooks,
 )
 from torchguard.errors import OptimizerStateError, UnrecoverableStepError
-from torchguard.rollback.interrupts import DeferredSignals, finish
+from torchguard.state.interrupts import DeferredSignals, roll_back
 from torchguard.transactions.copies import (
     Containers,
     Copies,
@@ -138,7 +138,7 @@ class OptimizerStep:
 
     def _undo_or_finish(self, error: BaseException | None) -> bool:
         if self.copies is not None:
-            finish(self.undo)
+            roll_back(self.undo)
             return False
         name = type(self.optimizer).__name__
         if self._fused is None:

@@ -24,8 +24,8 @@ from torchguard._torch.optimizers import (
     same_tensors,
     versions_of,
 )
-from torchguard.equivalence.isolate import RNGState
-from torchguard.rollback.snapshot import Snapshot, capture
+from torchguard.state.random import RNGState
+from torchguard.state.tensors import Snapshot, capture
 from torchguard.transactions.copies import (
     Containers,
     Copies,

@@ -16,11 +16,11 @@ from typing_extensions import Self
 
 from torchguard._public import public
 from torchguard._torch.optimizers import call_unseen, close_checkpoints, step_is_nested
-from torchguard.equivalence.isolate import ThreadModes
 from torchguard.errors import ReplayMismatchError, UnrecoverableStepError
 from torchguard.rollback.block import UndoOnExit
-from torchguard.rollback.interrupts import DeferredSignals, failures_in, finish
 from torchguard.rollback.scope import guarded
+from torchguard.state.interrupts import DeferredSignals, failures_in, roll_back
+from torchguard.state.modes import ThreadModes
 from torchguard.transactions.hooks import opened, step_is_compiled, watch
 from torchguard.transactions.optimizer_step import (
     AtCommit,
@@ -180,14 +180,14 @@ class Transaction:
             for number in range(times):
                 if number:
                     # Dropout has to draw the same numbers, BatchNorm to begin with the same mean.
-                    finish(snapshot.restore)
+                    roll_back(snapshot.restore)
                 with guarded(overlap=True):  # else the order of threads would show
                     yield number
                 call_unseen(_compare, first, self.training, number)
             finished = True
         finally:
             if not finished:
-                finish(snapshot.restore)
+                roll_back(snapshot.restore)
 
     @property
     def guarantee(self) -> str:
@@ -325,7 +325,7 @@ class Transaction:
     def _has_stepped(self, block: _Block, pending: OptimizerStep) -> None:
         if self.gate is not None:
             if self.gate.taken_away and not is_of_torch(pending.optimizer):
-                finish(pending.undo)  # one that is not torch's may count the step
+                roll_back(pending.undo)  # one that is not torch's may count the step
             began = block.snapshot.buffers
             if self._accumulation is not None and block.snapshot.has_gradients:
                 began = self._accumulation
@@ -344,7 +344,7 @@ class Transaction:
             self.committed = True
             self._commits += 1
             self._accumulation = None
-            finish(
+            roll_back(
                 finish_step,
                 *(self.training, block.snapshot, block.stepped, block.at_commit, exception),
             )
@@ -352,7 +352,7 @@ class Transaction:
         cause = "interrupt" if exception is None else type(exception).__name__
         self._rollbacks[cause] += 1
         problems: list[str] = []
-        finish(self._undo, block, problems)
+        roll_back(self._undo, block, problems)
         self._put_back.update(block.changed or {})
         if problems:
             raise UnrecoverableStepError(

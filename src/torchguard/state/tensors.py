@@ -1,20 +1,24 @@
-"""What a failed operation may have changed about a tensor: read before it, put back after it.
+"""Tensors: their metadata, their elements, their place in autograd.
 
-This is the only module that asks for a tensor's layout in order to undo something. A strided
-tensor is its metadata: size, strides, storage offset, the storage and how many bytes that holds.
-A sparse tensor and a traceable wrapper subclass (DTensor, jagged) are made of other tensors, so
-their snapshot is one of each part. An opaque layout (mkldnn, nested, the wrappers of
-``torch.func``) has nothing that can be read; only its elements can be copied.
+:func:`capture` takes a snapshot of one tensor; nothing else reads a tensor's layout in order to
+restore it. A strided tensor is its metadata: size, strides, storage offset, the storage and how
+many bytes that holds. A sparse tensor and a traceable wrapper subclass (DTensor, jagged) are made
+of other tensors, so their snapshot is one of each part. An opaque layout (mkldnn, nested, the
+wrappers of ``torch.func``) has nothing that can be read; only its elements can be copied.
+
+:class:`Elements`, :class:`Metadata` and :class:`Gradients` are snapshots of many tensors at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
 from torchguard._torch import (
@@ -29,10 +33,11 @@ from torchguard._torch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from torchguard.rollback.interrupts import retry_or_warn
+from torchguard._torch.optimizers import call_unseen, copy_all, versions_of
+from torchguard.state.interrupts import warn_if_refused
 
-# As torch has them, also while install() or guarded() has replaced them: the replacements read the
-# tensor first, and what is put back here may be unfit to be read.
+# PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
+# first, and a tensor that is restored here may be unfit to be read.
 original_set_ = torch.Tensor.set_
 original_copy_ = torch.Tensor.copy_
 original_resize_as_sparse_ = torch.Tensor.resize_as_sparse_
@@ -50,7 +55,7 @@ _new = tuple.__new__
 
 
 class Snapshot(NamedTuple):
-    """A tensor as it was when :func:`capture` read it."""
+    """A tensor when :func:`capture` read it."""
 
     tensor: torch.Tensor
     version: int | None
@@ -64,46 +69,42 @@ class Snapshot(NamedTuple):
 
     nbytes: int = 0
     parts: tuple[tuple[str, Snapshot], ...] = ()
-    """What a sparse tensor or a wrapper subclass is made of, by how Python reaches it."""
+    """The tensors that a sparse tensor or a wrapper subclass is made of, by their Python names."""
 
     assemble: Callable[..., torch.Tensor] | None = None
     """Makes a sparse tensor of its parts."""
 
-    elements: _Elements | None = None
+    elements: _Copy | None = None
     autograd: _Autograd | None = None
 
     def restore(self, version: int | None = None) -> None:
-        """Put back everything that was captured; the version counter becomes ``version``.
+        """Restore everything that was captured; the version counter becomes ``version``.
 
-        Without ``version`` the counter is what it was. Where elements were written that were not
+        Without ``version`` the counter is restored too. If elements were written that were not
         captured, pass a larger number, so that autograd refuses a backward over them.
 
-        Raises nothing of its own, because it runs while another exception propagates: what torch
-        refuses becomes a ``RuntimeWarning``. May be called again, also after an interrupt.
+        Raises nothing, because it runs while another exception propagates: what PyTorch refuses
+        becomes a ``RuntimeWarning``. May be called again.
         """
         tensor, elements, autograd = self.tensor, self.elements, self.autograd
         version = self.version if version is None else version
-        failure = f"torchguard could not put back a tensor of shape {tuple(self.size)}"
+        attempt = partial(
+            warn_if_refused,
+            failure=f"torchguard could not restore a tensor of shape {tuple(self.size)}",
+        )
         with without_torch_function():
             if autograd is not None:
-                retry_or_warn(_restore_kind, tensor, autograd, failure=failure)
-            retry_or_warn(_restore_layout, self, version, failure=failure)
+                attempt(_restore_kind, tensor, autograd)
+            attempt(_restore_layout, self, version)
             if elements is not None:
-                if len(elements.done) > 1 and (version is None or version_of(tensor) != version):
-                    elements.done.clear()  # written to since they were put back
-                if not elements.done:
-                    retry_or_warn(
-                        call_unrecorded, tensor, _copy_back, tensor, elements, failure=failure
-                    )
+                attempt(call_unrecorded, tensor, _restore_elements, tensor, elements)
             if autograd is not None:
-                retry_or_warn(_restore_history, tensor, autograd, failure=failure)
+                attempt(_restore_history, tensor, autograd)
             if version is not None and version_of(tensor) != version:
-                retry_or_warn(set_version, tensor, version, failure=failure)
-            if elements is not None and len(elements.done) == 1:
-                elements.done.append(None)
+                attempt(set_version, tensor, version)
 
     def version_after_write(self) -> int | None:
-        """Return the version to restore where elements may have been written since."""
+        """Return the version to restore if elements may have been written since."""
         copied = self.elements is not None or (
             self.assemble is not None and all(part.elements is not None for _, part in self.parts)
         )
@@ -114,21 +115,18 @@ class Snapshot(NamedTuple):
         return max(now, self.version + 1)
 
 
-class _Elements(NamedTuple):
+class _Copy(NamedTuple):
     """A copy of a tensor's elements, and how to reach them again."""
 
-    copy: torch.Tensor | torch.UntypedStorage
-    """A storage where torch can't clone the tensor: per channel with float zero points."""
+    elements: torch.Tensor | torch.UntypedStorage
+    """A storage if torch can't clone the tensor: per channel with float zero points."""
 
     span: tuple[int, int] | None
     """First element and count, for a tensor whose elements overlap (``expand``)."""
 
-    done: list[Any]
-    """What has been done to put it back, for an undo that is interrupted and begins again."""
-
 
 class _Autograd(NamedTuple):
-    """What a block of code can change about a tensor, and a single operation can't."""
+    """The part of a tensor that a block of code can change, and a single operation can't."""
 
     requires_grad: bool
     is_leaf: bool
@@ -143,7 +141,7 @@ class _Autograd(NamedTuple):
 
 
 def capture(tensor: torch.Tensor, data: bool = False, *, autograd: bool = False) -> Snapshot:
-    """Read a tensor, unseen by subclasses and modes, so that it can be restored.
+    """Take a snapshot of a tensor, unseen by subclasses and modes.
 
     Without ``data`` it costs about a microsecond and no memory; with it the elements are copied.
     ``autograd`` keeps ``requires_grad``, dtype and device too, which ``x.data = y`` can change, and
@@ -211,20 +209,20 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(f".{name}()", getattr(tensor, name)()) for name in names]
 
 
-def _copy_elements(tensor: torch.Tensor) -> _Elements:
+def _copy_elements(tensor: torch.Tensor) -> _Copy:
     """Copy the elements of a tensor, or the memory it lies in where it can't be written to."""
     with without_torch_function(), without_dispatch_modes(tensor):
         if tensor.layout is torch.strided and not tensor.is_nested:
             size, stride = tuple(tensor.shape), tensor.stride()
             if any(step == 0 and length > 1 for step, length in zip(stride, size, strict=True)):
-                span = (int(tensor.storage_offset()), bytes_needed(size, stride, 0, 1))
-                return _Elements(call_with_grad(False, _stretch(tensor, span).clone), span, [])
+                span = (int(tensor.storage_offset()), extent(size, stride))
+                return _Copy(call_with_grad(False, _stretch(tensor, span).clone), span)
         try:
-            return _Elements(call_with_grad(False, tensor.clone), None, [])
+            return _Copy(call_with_grad(False, tensor.clone), None)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            return _Elements(tensor.untyped_storage().clone(), None, [])
+            return _Copy(tensor.untyped_storage().clone(), None)
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -245,7 +243,7 @@ def _capture_autograd(tensor: torch.Tensor, data: bool) -> _Autograd:
         )
 
 
-# ---- putting it back: each step may be called again after an interrupt ----
+# ---- restore one tensor ----
 
 
 def _restore_kind(tensor: torch.Tensor, saved: _Autograd) -> None:
@@ -286,7 +284,10 @@ def _restore_sparse(tensor: torch.Tensor, saved: Snapshot) -> None:
     # is that of a tensor without parts.
     # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/SparseCsrTensorImpl.h
     before = saved.assemble(
-        *(part.tensor if part.elements is None else part.elements.copy for _, part in saved.parts)
+        *(
+            part.tensor if part.elements is None else part.elements.elements
+            for _, part in saved.parts
+        )
     )
     original_resize_as_sparse_(tensor, before)
     original_copy_(tensor, before)
@@ -317,15 +318,13 @@ def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
         return False
 
 
-def _copy_back(tensor: torch.Tensor, saved: _Elements) -> None:
+def _restore_elements(tensor: torch.Tensor, saved: _Copy) -> None:
     with without_dispatch_modes(tensor):
-        target = tensor if saved.span is None else _stretch(tensor, saved.span)
-        copy_: Callable[[Any], Any] = partial(original_copy_, target)
-        if isinstance(saved.copy, torch.UntypedStorage):
-            copy_ = tensor.untyped_storage().copy_
-        # Copied and noted without a bytecode in between, so that an interrupt after
-        # a copy of gigabytes does not begin another one.
-        saved.done.extend(map(copy_, (saved.copy,)))
+        if isinstance(saved.elements, torch.UntypedStorage):
+            tensor.untyped_storage().copy_(saved.elements)
+        else:
+            target = tensor if saved.span is None else _stretch(tensor, saved.span)
+            original_copy_(target, saved.elements)
 
 
 def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:
@@ -357,11 +356,170 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         return stride, read(tensor)
 
 
-def bytes_needed(
-    size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int, itemsize: int
-) -> int:
-    """Return the bytes a storage must hold for a strided tensor; 0 without elements."""
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first to the last of a strided tensor, both counted."""
     if 0 in size:
         return 0
-    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    return itemsize * (storage_offset + last + 1)
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
+def bytes_needed(
+    size: Sequence[int], stride: Sequence[int], storage_offset: int, itemsize: int
+) -> int:
+    """Return the bytes a storage must hold for a strided tensor; 0 without elements."""
+    return 0 if 0 in size else itemsize * (storage_offset + extent(size, stride))
+
+
+# ---- many tensors at once ----
+
+
+class Elements:
+    """A snapshot of the elements of many tensors, copied in bulk, on their device.
+
+    Fresh memory of a CPU is slow to write, so the copies of an earlier snapshot can be written
+    again. A device whose memory is full keeps the copies on the host.
+
+    Args:
+        tensors: which tensors; each is copied once.
+        reuse: an earlier snapshot of the same tensors, which is not needed any more.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], reuse: Elements | None = None) -> None:
+        self.plain, others = parted(tensors, is_plain)
+        self.others = [capture(each, data=True) for each in others]
+        self.versions = versions_of(self.plain)
+        kept = {} if reuse is None else dict(zip(map(id, reuse.plain), reuse.copies, strict=True))
+        self.copies: list[Tensor] = call_unseen(_copied, self.plain, kept)
+
+    def restore(self) -> None:
+        """Write the elements into the same tensors, and restore their version counters."""
+        call_unseen(copy_all, self.plain, self.copies)
+        restore_versions(self.plain, self.versions)
+        for saved in self.others:
+            saved.restore()
+
+    def written(self) -> int:
+        """Return how many of the tensors were written since, by their version counters."""
+        return sum(map(operator.ne, versions_of(self.plain), self.versions))
+
+    def differ(self) -> int:
+        """Return how many of the tensors have other bits than their copies; a NaN equals itself."""
+        return call_unseen(_count_other_bits, self.plain, self.copies)  # type: ignore[no-any-return]
+
+
+def _copied(tensors: list[Tensor], kept: dict[int, Tensor]) -> list[Tensor]:
+    """Copy tensors into memory that is kept of an earlier copy, if it fits, else into new."""
+    try:
+        copies = [_memory_for(tensor, kept.get(id(tensor))) for tensor in tensors]
+    # On a device that holds the parameters, their gradients and two moments, there may be no room.
+    except torch.OutOfMemoryError:
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
+    """Return memory for the elements of a tensor: on a CPU that of an earlier copy, if it fits."""
+    if (
+        kept is not None
+        and tensor.is_cpu
+        and kept.dtype is tensor.dtype
+        and kept.shape == tensor.shape
+        and kept.stride() == tensor.stride()
+    ):
+        return kept
+    return torch.empty_like(tensor)
+
+
+def _count_other_bits(tensors: list[Tensor], copies: list[Tensor]) -> int:
+    return sum(
+        not torch.equal(_bits(one), _bits(other))
+        for one, other in zip(tensors, copies, strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
+
+
+class Metadata:
+    """A snapshot of the metadata of many tensors; it is kept as long as it is current."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._snapshots = [capture(each, autograd=True) for each in self.tensors]
+        # x.data = y, which model.to() does, leaves the tensor the same object and does not move
+        # its version counter, so the addresses are compared.
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
+        self._pointers = list(map(Tensor.data_ptr, self.tensors))
+        # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one element.
+        self._shaped = [each for each in self.tensors if each.dim() > 0]
+        self._layouts = [(each.shape, each.stride()) for each in self._shaped]
+
+    def is_current(self) -> bool:
+        """Whether the tensors have the same memory and layout as when this was made."""
+        return (
+            list(map(Tensor.data_ptr, self.tensors)) == self._pointers
+            and [(each.shape, each.stride()) for each in self._shaped] == self._layouts
+        )
+
+    def restore(self, versions: Iterable[int | None]) -> None:
+        """Restore layouts, storages and flags; the version counters become ``versions``."""
+        for snapshot, version in zip(self._snapshots, versions, strict=True):
+            snapshot.restore(version)
+
+
+class Gradients:
+    """A snapshot of which gradient each leaf has, and with ``data`` of its elements."""
+
+    def __init__(self, tensors: Iterable[Tensor], *, data: bool = False) -> None:
+        self._pairs = [(each, each.grad) for each in tensors if each.is_leaf]
+        self.present = [gradient for _, gradient in self._pairs if gradient is not None]
+        self._elements = Elements(self.present) if data and self.present else None
+
+    def restore(self) -> None:
+        """Give each leaf its gradient again."""
+        for tensor, gradient in self._pairs:
+            if tensor.is_leaf and tensor.grad is not gradient:
+                tensor.grad = gradient
+        if self._elements is not None:
+            self._elements.restore()
+
+    def written(self) -> int:
+        """Return how many leaves have another gradient, or one that was written."""
+        exchanged = sum(tensor.grad is not gradient for tensor, gradient in self._pairs)
+        return exchanged + (0 if self._elements is None else self._elements.written())
+
+
+def parted(
+    tensors: Iterable[Tensor], condition: Callable[[Tensor], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that fulfil a condition, and the others; each tensor once."""
+    parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in {id(each): each for each in tensors}.values():
+        parts[0 if condition(tensor) else 1].append(tensor)
+    return parts
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``empty_like`` and ``copy_`` keep every bit of it, and it may be written in place."""
+    return (
+        tensor.layout is torch.strided
+        and not has_own_dispatch(tensor)
+        and not tensor.is_inference()
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        # An expanded tensor refuses to be written: several of its elements are one.
+        and not any(
+            step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    )
+
+
+def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+    """Restore version counters, so that autograd does not see writes that were rolled back."""
+    for tensor, before, now in zip(tensors, versions, versions_of(list(tensors)), strict=True):
+        if before is not None and before != now:
+            set_version(tensor, before)

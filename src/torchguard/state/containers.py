@@ -1,0 +1,230 @@
+"""Dicts, lists, deques, sets, tuples and objects: the tensors in them, and snapshots of them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchguard import _pytree
+from torchguard.state.random import GENERATORS, access_of
+from torchguard.state.tensors import Snapshot, capture
+
+ATOMS = {int, float, bool, str, bytes, type(None), complex}
+"""The classes of which nothing can be changed, and in which nothing else is."""
+
+
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return the (key, child) pairs of a container; None if ``node`` is not a container.
+
+    Containers are mappings, lists, deques, tuples, sets and data classes. For modules and
+    optimizers see :func:`tensors_in`.
+    """
+    if isinstance(node, (set, frozenset, deque)):
+        return list(enumerate(node))
+    return _pytree.children(node)
+
+
+def walk(roots: Iterable[Any], into: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield everything inside containers, breadth first, each object once; no numbers and strings.
+
+    ``into`` says of an object that is not a container whether to go into its attributes.
+    """
+    seen: set[int] = set()
+    waiting = deque(roots)
+    while waiting:
+        node = waiting.popleft()
+        if type(node) in ATOMS or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        inside = children(node)
+        if inside is not None:
+            waiting.extend(child for _, child in inside)
+        elif into is not None and into(node):
+            waiting.append(vars(node))
+
+
+# ---- tensors by path ----
+
+
+def require_container(obj: object, name: str) -> None:
+    """Raise a ``TypeError`` if :func:`tensors_in` looks for no tensors in ``obj``."""
+    if not isinstance(obj, Tensor) and not is_container(obj):
+        raise TypeError(
+            f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
+            "or a dict, list, tuple or data class of these"
+        )
+
+
+def is_container(obj: object) -> bool:
+    """Whether :func:`tensors_in` looks for tensors inside."""
+    return isinstance(obj, (nn.Module, torch.optim.Optimizer)) or children(obj) is not None
+
+
+def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor inside ``obj`` and its gradient, with the path that leads to it."""
+    if isinstance(obj, Tensor):
+        yield path, obj
+        if obj.is_leaf and obj.grad is not None:
+            yield f"{path}.grad", obj.grad
+        return
+    if type(obj) in ATOMS or id(obj) in seen:
+        return
+    seen[id(obj)] = obj  # held: some are made here, and the id of one that is gone is used again
+    for step, child in _steps(obj):
+        yield from tensors_in(child, path + step, seen)
+
+
+def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the children of a module, an optimizer or a container, by how Python reaches them."""
+    if isinstance(obj, nn.Module):
+        for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
+            yield _step(name), tensor
+    elif isinstance(obj, torch.optim.Optimizer):
+        for index, group in enumerate(obj.param_groups):
+            yield f".param_groups[{index}]", group
+        yield ".state", dict(enumerate(obj.state.values()))
+    else:
+        # Named tuples, and data classes that are no mappings.
+        names = getattr(obj, "_fields", ()) if isinstance(obj, tuple) else ()
+        by_name = not isinstance(obj, _BY_KEY)
+        for key, child in children(obj) or ():
+            name = names[key] if names else key
+            yield f".{name}" if names or by_name else f"[{key!r}]", child
+
+
+_BY_KEY = (Mapping, list, tuple, set, frozenset, deque)
+
+
+def _step(name: str) -> str:
+    """Write a parameter's name, ``1.running_var``, as Python would reach it from the module."""
+    parts = name.split(".")
+    return "".join(
+        f".{part}" if part.isidentifier() else f"[{part if part.isdecimal() else repr(part)}]"
+        for part in parts
+    )
+
+
+# ---- snapshots ----
+
+
+class Containers:
+    """A snapshot of containers: shallow copies of them, copies of the tensors and arrays in them.
+
+    Goes into dicts, lists, deques, tuples and sets, whatever contains itself once, and not into
+    modules and optimizers.
+
+    Args:
+        roots: where to begin.
+        skip: objects to leave alone, with all that is in them.
+        into: says of an object whether to go into its attributes.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        *,
+        skip: Iterable[Any] = (),
+        into: Callable[[Any], bool] = lambda _: False,
+    ) -> None:
+        self._into = into
+        self.copies: list[tuple[Any, Any]] = []
+        """Containers and objects with a state, each with what :func:`restore_container` takes."""
+
+        self.tensors: list[Snapshot] = []
+        seen = set(map(id, skip))
+        waiting = deque(roots)
+        while waiting:
+            node = waiting.popleft()
+            if type(node) not in ATOMS and id(node) not in seen:
+                seen.add(id(node))
+                waiting.extend(self._take(node))
+
+    def _take(self, node: Any) -> Iterable[Any]:
+        """Copy one object; return the objects inside of it."""
+        if isinstance(node, Tensor):
+            self.tensors.append(capture(node, data=True))
+        elif isinstance(node, dict):
+            self.copies.append((node, dict(node)))
+            return node.values()
+        elif isinstance(node, (list, deque)):
+            self.copies.append((node, list(node)))
+            return node
+        elif isinstance(node, set):
+            self.copies.append((node, set(node)))
+            return node
+        elif isinstance(node, np.ndarray) and node.flags.writeable:
+            self.copies.append((node, node.copy()))
+        elif isinstance(node, GENERATORS):
+            self.copies.append((node, access_of(node)[0]()))
+        elif isinstance(node, tuple):
+            return node
+        elif self._into(node):
+            return (vars(node),)
+        return ()
+
+    def replaced(self) -> bool:
+        """Whether a dict holds other objects than it did, as one does that counts steps."""
+        return any(
+            isinstance(container, dict)
+            and not same_objects(list(container.values()), list(before.values()))
+            for container, before in self.copies
+        )
+
+    def restore(self) -> None:
+        """Restore every container and every tensor."""
+        for container, before in self.copies:
+            restore_container(container, before)
+        for saved in self.tensors:
+            saved.restore()
+
+
+def restore_container(container: Any, before: Any) -> None:
+    """Let a dict, list, deque or set hold what it held; touch only what is different."""
+    if isinstance(container, dict):
+        _restore_dict(container, before)
+    elif isinstance(container, set):
+        if container != before:
+            container.clear()
+            container.update(before)
+    elif isinstance(container, np.ndarray):
+        container[...] = before
+    elif isinstance(container, GENERATORS):
+        access_of(container)[1](before)
+    elif not same_objects(list(container), before):
+        container.clear()
+        container.extend(before)
+
+
+def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore a dict one entry at a time: another thread may be reading the rest."""
+    for key in now.keys() - before.keys():
+        del now[key]
+    for key, value in before.items():
+        if key not in now or now[key] is not value:
+            now[key] = value
+    if not same_objects(list(now), list(before)):  # hooks run in the order of insertion
+        for key in before:
+            now[key] = now.pop(key)
+
+
+def same_objects(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def copy_of_tree(tree: Any) -> Any:
+    """Copy a tree of tensors, numbers and containers: ``state_dict()`` may return the live ones.
+
+    Tensors are detached; a tree that contains itself is copied once.
+    """
+    tensors = [each for each in walk([tree]) if isinstance(each, Tensor)]
+    copies = {id(each): each.detach().clone() for each in tensors}
+    return copy.deepcopy(tree, copies)

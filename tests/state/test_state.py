@@ -1,0 +1,270 @@
+"""Snapshots: what is restored, in place, and what is not touched."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchguard.state.containers import Containers, children, copy_of_tree, tensors_in, walk
+from torchguard.state.modes import ThreadModes
+from torchguard.state.modules import Modules
+from torchguard.state.optimizers import OptimizerSnapshot, state_tensors
+from torchguard.state.random import RNGState, access_of, generators_among
+from torchguard.state.tensors import Elements, Gradients, Metadata, extent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (torch.Generator, lambda g: torch.rand(1, generator=g).item()),
+    "Python": (random.Random, lambda g: g.random()),
+    "numpy": (np.random.default_rng, lambda g: g.random()),
+    "numpy, old": (np.random.RandomState, lambda g: g.normal()),
+}
+
+
+# ---- containers ----
+
+
+def test_each_kind_of_container_is_restored_in_place() -> None:
+    inner = torch.zeros(2)
+    held = SimpleNamespace(count=1)
+    things: dict[str, Any] = {
+        "dict": {"a": 1, "b": inner},
+        "ordered": OrderedDict(a=1, b=2),
+        "list": [1, [2, inner]],
+        "deque": deque([1, 2], maxlen=3),
+        "set": {1, 2},
+        "tuple": (inner, [1]),
+        "array": np.arange(3),
+        "object": held,
+    }
+    before = copy_of_tree({**things, "object": vars(held)})
+    saved = Containers([things], into=lambda node: isinstance(node, SimpleNamespace))
+    objects = {name: id(each) for name, each in things.items()}
+    things["dict"].pop("a")
+    things["ordered"]["a"] = things["ordered"].pop("a")  # the order is another one
+    things["list"][1].append(3)
+    things["deque"].append(5)
+    things["set"].add(3)
+    things["tuple"][1].clear()
+    things["array"][0] = 7
+    inner.add_(1)
+    held.count += 1
+    things["new"] = 1
+    saved.restore()
+    assert {name: id(each) for name, each in things.items()} == objects
+    now = copy_of_tree({**things, "object": vars(held)})
+    assert [*now["ordered"]] == ["a", "b"]
+    assert repr(now) == repr(before)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_in_containers_draw_the_same_numbers_again(name: str) -> None:
+    make, draw = GENERATORS[name]
+    generator = make()
+    saved = Containers([[{"own": (generator,)}]])
+    drawn = draw(generator)
+    saved.restore()
+    assert draw(generator) == drawn
+    assert len(generators_among(walk([[{"own": (generator, generator)}]]))) == 1
+    read, set_state = access_of(generator)
+    state = read()
+    drawn = draw(generator)
+    set_state(state)
+    assert draw(generator) == drawn
+
+
+def test_what_contains_itself_is_walked_copied_and_restored_once() -> None:
+    tree: dict[str, Any] = {"x": torch.ones(1)}
+    tree["self"], tree["list"] = tree, [tree]
+    assert len(list(walk([tree]))) == 3
+    copied = copy_of_tree(tree)
+    assert copied["self"] is copied
+    assert copied["list"][0] is copied
+    assert copied["x"] is not tree["x"]
+    saved = Containers([tree])
+    tree["x"].add_(1)
+    tree["list"].clear()
+    saved.restore()
+    assert tree["x"].item() == 1
+    assert tree["list"] == [tree]
+
+
+def test_a_dict_is_restored_one_entry_at_a_time() -> None:
+    """Another thread may be reading: at no time is it empty, and what is unchanged is not set."""
+
+    class Watched(dict[str, int]):
+        def __setitem__(self, key: str, value: int) -> None:
+            sets.append(key)
+            super().__setitem__(key, value)
+
+        def clear(self) -> None:
+            raise AssertionError("cleared")
+
+    sets: list[str] = []
+    watched = Watched(a=1, b=2)
+    saved = Containers([watched])
+    watched["b"], watched["c"] = 3, 4
+    sets.clear()
+    saved.restore()
+    assert watched == {"a": 1, "b": 2}
+    assert sets == ["b"]
+
+
+def test_there_is_one_definition_of_a_container() -> None:
+    for kind in (dict, OrderedDict, list, deque, tuple, set, frozenset):
+        assert children(kind()) == []
+    assert children(torch.ones(2)) is None
+    assert children(nn.Linear(1, 1)) is None
+    assert children("text") is None
+    found = dict(tensors_in({"a": deque([torch.ones(1)])}, "obj", {}))
+    assert list(found) == ["obj['a'][0]"]
+
+
+# ---- tensors ----
+
+
+def test_the_extent_of_a_strided_tensor_is_that_of_torch() -> None:
+    for tensor in (
+        torch.ones(3, 4),
+        torch.ones(3, 4).t()[1:],
+        torch.ones(6)[::2],
+        torch.ones(1).expand(4),
+        torch.ones(0, 3),
+        torch.tensor(1.0),
+    ):
+        offsets = torch.arange(100).as_strided(tensor.shape, tensor.stride())
+        expected = int(offsets.max()) + 1 if tensor.numel() else 0
+        assert extent(tensor.shape, tensor.stride()) == expected
+
+
+def test_elements_are_restored_and_their_memory_is_used_again() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(2), torch.ones(1).expand(3)]
+    values = [each.clone() for each in tensors]
+    versions = [each._version for each in tensors]
+    first = Elements(tensors)
+    again = Elements(tensors, first)
+    assert [c.data_ptr() for c in again.copies] == [c.data_ptr() for c in first.copies]
+    assert len(again.others) == 1  # expanded
+    for each in tensors[:3]:
+        each.zero_()
+    assert again.written() == again.differ() == 3
+    again.restore()
+    assert all(map(torch.equal, tensors, values))
+    assert [each._version for each in tensors] == versions
+    tensors[2] = torch.randn(5)  # others, and other shapes, do not take the memory
+    other = Elements(tensors, again)
+    assert other.copies[2].shape == (5,)
+
+
+def test_metadata_is_current_until_a_tensor_has_other_memory_or_another_layout() -> None:
+    changes: list[Callable[[torch.Tensor], Any]] = [
+        lambda t: setattr(t, "data", t.data.clone()),
+        lambda t: setattr(t, "data", t.data.t()),
+        lambda t: t.resize_(2, 2),
+    ]
+    for change in changes:
+        tensor = torch.randn(3, 3)
+        layout = tensor.data_ptr(), tensor.shape, tensor.stride()
+        saved = Metadata([tensor])
+        tensor.mul_(2)
+        assert saved.is_current()
+        change(tensor)
+        assert not saved.is_current()
+        saved.restore([None])
+        assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == layout
+
+
+def test_gradients_are_the_same_objects_with_the_same_elements() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    one.sum().backward()
+    gradient = one.grad
+    saved = Gradients([one, other], data=True)
+    assert saved.written() == 0
+    (one * other).sum().backward()
+    assert saved.written() == 2
+    one.grad = None
+    saved.restore()
+    assert one.grad is gradient
+    assert gradient is not None
+    assert gradient.tolist() == [1, 1]
+    assert other.grad is None
+
+
+# ---- modules, optimizers, modes, generators of the process ----
+
+
+def test_a_module_is_restored_with_class_attributes_members_and_hooks() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    hooked = model[0].register_forward_hook(lambda *_: None)
+    modules = Modules(model.modules())
+    before = [(type(m), dict(vars(m)), list(m._forward_hooks)) for m in model.modules()]
+    saved = modules.snapshot()
+    assert modules.is_current()
+    model[1].training = False
+    model[0].register_forward_hook(lambda *_: None)
+    hooked.remove()
+    nn.utils.parametrizations.weight_norm(model[0])
+    model[1].register_buffer("extra", torch.ones(1), persistent=False)
+    del model[1].bias
+    model.add_module("more", nn.ReLU())
+    model[0].count = 1
+    assert not modules.is_current()
+    saved.restore()
+    assert [(type(m), dict(vars(m)), list(m._forward_hooks)) for m in model.modules()] == before
+    assert modules.is_current()
+    model(torch.ones(2, 2))
+
+
+def test_an_optimizer_is_restored_without_the_elements_of_its_state() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer: Any = torch.optim.Adam(parameters[:1])
+    saved = OptimizerSnapshot(optimizer)
+    parameters[0].grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 5.0
+    optimizer.add_param_group({"params": parameters[1:]})
+    optimizer.note = 1
+    saved.restore()
+    assert not optimizer.state
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert not hasattr(optimizer, "note")
+
+
+def test_a_state_that_contains_itself_is_restored() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    entry: dict[str, Any] = {"count": 1, "moment": torch.ones(2)}
+    entry["all"], entry["list"] = entry, [entry]
+    optimizer.state[parameter] = entry
+    saved = OptimizerSnapshot(optimizer)
+    assert [id(each) for each in state_tensors(optimizer)] == [id(entry["moment"])]
+    entry["count"] += 1
+    entry["list"].append(1)
+    saved.restore()
+    assert entry["count"] == 1
+    assert entry["list"] == [entry]
+
+
+def test_modes_and_the_generators_of_the_process_are_restored() -> None:
+    modes, states = ThreadModes.capture(), RNGState.capture()
+    drawn = torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002, S311
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    assert states.changed()[:1] == [True]
+    assert states.changed()[-2:] == [True, True]
+    modes.restore()
+    states.restore()
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert not any(states.changed())
+    assert drawn == (torch.rand(1), random.random(), np.random.rand())  # noqa: NPY002, S311

@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,6 +98,8 @@ def record(kind: Kind, guard: str, message: str, where: str | None = None) -> No
         where: ``"file:line"`` of the user's code; left out, the innermost frame that belongs
             neither to torch nor to torchguard.
     """
+    if is_trial():
+        return
     with contextlib.suppress(Exception):
         event = _count(kind, guard, message, _place() if where is None else where)
         level = logging.WARNING if event.count == 1 else logging.DEBUG
@@ -117,6 +120,22 @@ def _count(kind: Kind, guard: str, message: str, where: str) -> Event:
             event = replace(known, message=message, count=known.count + 1, last=now)
         _events[key] = event
         return event
+
+
+_trial: ContextVar[bool] = ContextVar("torchguard_trial", default=False)
+
+is_trial = _trial.get
+"""Whether this thread or task is inside of :func:`trial`."""
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Record nothing of what fails inside: torchguard itself tries whether a guard protects."""
+    before = _trial.set(True)
+    try:
+        yield
+    finally:
+        _trial.reset(before)
 
 
 def _place() -> str:

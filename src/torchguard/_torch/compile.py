@@ -188,6 +188,18 @@ def graphs_compiled() -> int:
 
 
 @contextlib.contextmanager
+def compiling_uncounted() -> Iterator[None]:
+    """Compile inside without a trace in what Dynamo counts."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    before = {name: counter.copy() for name, counter in counters.items()}
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before)
+
+
+@contextlib.contextmanager
 def without_recompile_limit() -> Iterator[None]:
     """Compile as often as it takes; else a ninth size runs eager, with one line in the log."""
     # https://github.com/pytorch/pytorch/issues/128071

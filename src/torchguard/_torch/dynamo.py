@@ -23,6 +23,9 @@ from torchguard._torch.tensors import private
 
 DYNAMO = "torch._dynamo"
 
+FIRST_COMPILE = "torch._dynamo.repro.after_dynamo"
+"""The module that the first ``torch.compile`` of a process imports; importing Dynamo does not."""
+
 # What is patched there. Each path is that of torch 2.6 to 2.15; where one is missing, the guard
 # that needs it is left out.
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
@@ -407,12 +410,12 @@ def frame_of_user() -> FrameType | None:
     return _first_of_user(sys._getframe(1))
 
 
-def warn_user(text: str) -> None:
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither of torch nor of torchguard."""
     frame, level = sys._getframe(1), 2
     while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def warn_at_compiled_call(text: str, category: type[Warning]) -> None:

@@ -144,8 +144,13 @@ def fill_tables() -> None:
     """Fill tables that know torch's functions by identity; call it while they are torch's own."""
     # torch.device as a context manager looks up in one what makes tensors.
     devices: Any = importlib.import_module("torch.utils._device")
-    private("overrides._get_overridable_functions", list)()
-    getattr(devices, "_device_constructors", list)()
+    for fill in (
+        private("overrides._get_overridable_functions", list),
+        getattr(devices, "_device_constructors", list),
+    ):
+        # It lists every function by name; where one is gone, torch itself can't fill it.
+        with contextlib.suppress(AttributeError):
+            fill()
 
 
 _ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchguard._events import is_trial
 from torchguard._torch import frame_of_user, is_kept_whole, may_write, separated
 from torchguard._torch.overlap import Overlap
 from torchguard.errors import OverlapWarning
@@ -29,6 +30,8 @@ _texts: dict[Place, tuple[str, dict[Any, Any]]] = {}
 
 def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None = None) -> None:
     """Warn at the user's line, once per line unless filters say otherwise."""
+    if is_trial():
+        return
     if place is None:
         frame = frame_of_user()
         place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import warnings
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -23,11 +23,12 @@ from torchguard._torch import (
     on_import,
     patch,
     rebuild_dynamo_tables,
+    warn_user,
 )
 from torchguard._torch.overlays import forget
-from torchguard.errors import TorchGuardError
+from torchguard.errors import PatchConflictError, TorchGuardError
 from torchguard.patching.guards import GUARDS, GuardName
-from torchguard.patching.selftests import SELF_TESTS
+from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 
 _DEFAULT = ("resize",)
 
@@ -131,6 +132,8 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 
     Each guard is tried once it is in place. One that does not protect is taken off again, with a
     warning, and ``.skipped`` says why; the others stay. With ``strict=True`` that raises instead.
+    What a guard does in compiled code is tried when the program calls ``torch.compile`` for the
+    first time, and a guard that does not protect there is taken off then, with a warning.
 
     Returns:
         An :class:`Installation`, which can be used in a ``with`` statement.
@@ -185,34 +188,54 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     for name in chosen:
         for module in GUARDS[name].in_modules:
             on_import(module, _module_was_imported)
-    _try(list(new), installation, strict=strict)
+    _try_new(new, installation, strict=strict)
     return installation
 
 
-def _try(names: list[str], installation: Installation, *, strict: bool = False) -> None:
-    """Run the self-test of each guard that is new in place; take off those that fail."""
+def _try_new(names: Iterable[str], installation: Installation, *, strict: bool) -> None:
+    """Run the self-tests of guards that are new in place, the rest of them when they can be run."""
+    _try(names, SELF_TESTS, installation, strict=strict)
+    for module, tests in LATER_SELF_TESTS.items():
+        if module in sys.modules:
+            _try(names, tests, installation, strict=strict)
+        else:
+            on_import(module, _try_later)
+
+
+def _try_later(module: ModuleType) -> None:
+    """Run the self-tests that had to wait for a module."""
+    _try(list(_holders), LATER_SELF_TESTS[module.__name__])
+
+
+def _try(
+    names: Iterable[str],
+    tests: Mapping[str, SelfTest],
+    installation: Installation | None = None,
+    *,
+    strict: bool = False,
+) -> None:
+    """Run the self-test of each of these guards; take off those that fail."""
     for name in names:
-        reason = _why_it_does_not_protect(name)
+        reason = _why_it_does_not_protect(name, tests)
         if reason is not None:
             reason = f"torch {torch.__version__}: {reason}"
             with patch.lock:
                 _skip(name, reason)
-            if strict:
+            if strict and installation is not None:
                 installation.uninstall()
                 raise TorchGuardError(
                     f"install: {name!r} does not protect: {reason}; nothing was installed "
                     "(strict=False installs the other guards)"
                 )
             record("guard_skipped", name, reason)
-            warnings.warn(
+            warn_user(
                 f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
 
-def _why_it_does_not_protect(name: str) -> str | None:
-    test = SELF_TESTS.get(name)
+def _why_it_does_not_protect(name: str, tests: Mapping[str, SelfTest]) -> str | None:
+    test = tests.get(name)
     try:
         return None if test is None else test()
     except Exception as error:  # noqa: BLE001 - whatever it is, the guard does not protect
@@ -222,7 +245,8 @@ def _why_it_does_not_protect(name: str) -> str | None:
 def _skip(name: str, reason: str) -> None:
     """Take a guard off, and let those who hold it know why."""
     holders = _holders.get(name, set())
-    _undo([name], lambda: None)
+    with contextlib.suppress(PatchConflictError):  # other code has patched over it: it stays
+        _undo([name], lambda: None)
     for holder in holders:
         holder.names = tuple(each for each in holder.names if each != name)
         holder.skipped[name] = reason

@@ -7,7 +7,9 @@ the block can see, gives it back for the second run, and takes away what that ha
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -313,13 +315,50 @@ IN_MODULES = {module: {path: guard_generator} for module, path in IMPORTED_BY.it
 
 
 def not_needed() -> str | None:
-    """Let a checkpointed block count a batch."""
-    block = nn.BatchNorm1d(1, device="cpu")
-    with torch.enable_grad():
-        x = torch.zeros(2, 1, device="cpu", requires_grad=True)
-        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
-    once = "a checkpointed block counts a batch once on this torch"
-    return once if block.num_batches_tracked == 1 else None
+    """Try the defect in both modes, the one that imports Dynamo last."""
+    if runs_again_as_first(reentrant=True) and runs_again_as_first(reentrant=False):
+        return "a checkpointed block runs again as it ran first on this torch"
+    return None
+
+
+class _Enough(Exception):  # noqa: N818  ends a backward early
+    """A block has begun its second run."""
+
+
+class _Counting(nn.Module):
+    """A block that notes what each run begins from, and writes it."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[tuple[int, float]] = []
+        self.runs = 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.began.append((self.runs, self.seen.item()))
+        self.runs += 1
+        self.seen += 1
+        if len(self.began) > 1:
+            raise _Enough  # what comes next in torch's backward imports a compiler
+        return x.exp()
+
+
+def runs_again_as_first(*, reentrant: bool) -> bool:
+    """Whether a block under ``checkpoint`` begins in backward from what it has begun from before.
+
+    Without reentrant autograd this imports Dynamo on most releases, which takes seconds.
+    """
+    # What is around the function imports Dynamo in either mode.
+    checkpoint: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
+    block = _Counting()
+    # In anomaly mode torch warns of the exception.
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        x = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True)
+        with contextlib.suppress(_Enough):
+            checkpoint(block, x, use_reentrant=reentrant).backward()
+    return block.began == [(0, 0.0), (0, 0.0)] and block.runs == block.seen.item() == 1
 
 
 @public

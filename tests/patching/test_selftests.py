@@ -1,0 +1,148 @@
+"""Each guard's self-test says whether the guard protects, whatever the program has switched on."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchguard
+from support.child_process import output_of
+from torchguard.patching.guards import GUARDS
+from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+LATER = [(module, name) for module, tests in LATER_SELF_TESTS.items() for name in tests]
+
+
+def test_every_guard_has_a_self_test() -> None:
+    assert set(GUARDS) - {"optimizer"} == {*SELF_TESTS, *(name for _, name in LATER)}
+
+
+@pytest.mark.parametrize("name", SELF_TESTS)
+def test_it_names_what_is_not_protected_until_the_guard_is_installed(name: str) -> None:
+    test = SELF_TESTS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's of read-only arrays
+        reason = test()
+    assert (reason is None) == (GUARDS[name].not_needed() is not None)
+    with torchguard.install(name, only_if_needed=False):  # type: ignore[arg-type]
+        assert test() is None
+    assert (test() is None) == (reason is None)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("module", "name"), LATER)
+def test_those_that_wait_for_dynamo_do_so_too(module: str, name: str) -> None:
+    test = LATER_SELF_TESTS[module][name]
+    assert test() is not None
+    counted = {key: dict(value) for key, value in torch._dynamo.utils.counters.items()}
+    with torchguard.install(name, only_if_needed=False):  # type: ignore[arg-type]
+        assert test() is None
+    assert {key: dict(value) for key, value in torch._dynamo.utils.counters.items()} == counted
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "a default device": lambda: torch.device("meta"),
+    "a default dtype": lambda: _default_dtype(torch.float16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "deterministic algorithms": _deterministic,
+    "detect_anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "a function mode": _FunctionMode,
+    "a dispatch mode": _DispatchMode,
+}
+
+
+def _states() -> bytes:
+    numbers = torch.default_generator.get_state().tolist()
+    return pickle.dumps((numbers, np.random.get_state(), random.getstate()))  # noqa: NPY002
+
+
+@pytest.mark.parametrize("name", SELF_TESTS)
+@pytest.mark.filterwarnings("error")
+def test_it_does_so_in_any_surroundings_and_changes_nothing(name: str) -> None:
+    """With warnings as errors; what it does is no event."""
+    test, happened = SELF_TESTS[name], torchguard.events()
+    with torchguard.install(name, only_if_needed=False):  # type: ignore[arg-type]
+        for label, surroundings in SURROUNDINGS.items():
+            before = _states()
+            with surroundings():
+                assert test() is None, label
+            assert _states() == before, label
+        found: list[str | None] = []
+        thread = threading.Thread(target=lambda: found.append(test()))
+        thread.start()
+        thread.join()
+        assert found == [None]
+    assert torchguard.events() == happened
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_files_are_tried_in_a_temporary_folder_that_is_removed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one nothing is tried: a guard is not taken off because the disk is full."""
+    monkeypatch.chdir("/proc" if Path("/proc").is_dir() else tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with torchguard.install(name):  # type: ignore[arg-type]
+        assert SELF_TESTS[name]() is None
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        assert SELF_TESTS[name]() is None
+
+
+def test_the_guards_protect_when_all_of_them_are_installed() -> None:
+    with torchguard.install(*SELF_TESTS, only_if_needed=False):  # type: ignore[arg-type]
+        assert {name: reason for name, test in SELF_TESTS.items() if (reason := test())} == {}
+
+
+def test_dynamo_is_not_imported_for_them() -> None:
+    program = """
+        import sys, torch, torchguard
+        from torchguard.patching.selftests import SELF_TESTS
+        with torchguard.install(*SELF_TESTS):
+            assert not any(test() for test in SELF_TESTS.values())
+        assert "torch._dynamo" not in sys.modules
+    """
+    output_of(program)

@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Options for pytest, such as `make test PYTEST_OPTIONS="-x -k resize"`.
 PYTEST_OPTIONS ?=
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
 DOCTOR_OPTIONS ?=
 # How long `make gpu` may take, and where its results go.
@@ -15,10 +16,10 @@ OUT ?= gpu-results
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test lint types docs dist gpu format matrix clean
+.PHONY: help demo doctor test test-all test-slow lint types docs dist gpu format matrix clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/test.stamp ## show five failures, on bare torch and guarded
 	$(BIN)/python -m torchguard demo
@@ -26,8 +27,14 @@ demo: $(VENV)/test.stamp ## show five failures, on bare torch and guarded
 doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them
 	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
 
-test: $(VENV)/test.stamp ## run the whole test suite
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+test: $(VENV)/test.stamp ## run the tests, each promise once: five minutes
+	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
+
+test-all: $(VENV)/test.stamp ## run everything: sweeps, models, ranks, pages, the doctor
+	$(PYTEST) $(PYTEST_OPTIONS)
+
+test-slow: $(VENV)/test.stamp ## run what test-all has and test has not
+	$(PYTEST) -m slow $(PYTEST_OPTIONS)
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .

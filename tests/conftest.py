@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -17,11 +18,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from _pytest._io.saferepr import SafeRepr
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from support.residue import Residue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
+
+LIMIT = 600
+"""Seconds that a test may take with its fixtures; a program that it starts has its own limit."""
 
 
 def _shown(_: SafeRepr, tensor: torch.Tensor, __: int) -> str:
@@ -68,6 +73,17 @@ def residue() -> list[str]:
     if patch._table:
         found.append(f"still patched: {sorted(patch._table)}")
     return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End a test that hangs, with the stacks of all threads: its worker is replaced."""
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from support.child_process import JOIN_RANKS, run_ranks
 
+pytestmark = pytest.mark.slow
+
 # To start Python and torch costs seconds, so the ranks fork before they join a group: a child
 # for each point at which the victim ends.
 KILLED = (

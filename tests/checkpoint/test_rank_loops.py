@@ -10,6 +10,8 @@ import pytest
 from support.child_process import JOIN_RANKS, run_ranks
 from support.document import blocks
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 LOOPS = {each.kind: each.code for each in blocks(PAGE.read_text("utf-8")) if each.language == "py"}
 

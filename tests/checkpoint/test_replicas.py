@@ -11,6 +11,8 @@ import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.replicas import _hash
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = (
     JOIN_RANKS
     + '''

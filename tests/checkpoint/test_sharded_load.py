@@ -15,6 +15,8 @@ from support.child_process import JOIN_RANKS, run_ranks
 from torchguard._files import temporary_name
 from torchguard.errors import ShardedCheckpointError
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = (
     JOIN_RANKS
     + '''

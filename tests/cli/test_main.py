@@ -1,4 +1,4 @@
-"""``python -m torchguard``: what is common to its commands, and demo."""
+"""``python -m torchguard``: what is common to its commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import torchguard
 from torchguard.__main__ import main
-from torchguard.cli import DOCUMENTATION, demo
+from torchguard.cli import DOCUMENTATION
 from torchguard.defects.catalog import built_in_ids
 
 
@@ -75,62 +74,3 @@ def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFix
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-# --- demo
-
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-NAMES = [act.name for act in demo._ACTS]
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the whole demo prints, and its picture."""
-    picture = tmp_path_factory.mktemp("demo") / "losses.png"
-    line = [sys.executable, "-m", "torchguard", "demo", "--picture", str(picture)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert not done.stderr
-    return done.stdout, picture
-
-
-@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(
-    shown: tuple[str, Path], number: int
-) -> None:
-    act = shown[0].split("\n\n")[number].splitlines()
-    assert act[0].startswith(f"{number + 1}. ")
-    assert act[2].startswith("   LOST  bare torch: ")
-    assert act[3].startswith(f"   kept  {demo._ACTS[number].guard}: ")
-    assert act[-1].endswith(f"/docs/{demo._ACTS[number].page}")
-    assert (ROOT / "docs" / demo._ACTS[number].page).exists()
-
-
-def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> None:
-    text, picture = shown
-    assert text.splitlines()[-1].startswith("Lost: 5 of 5 on bare torch, ")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"the losses: {picture}" in text
-
-
-@pytest.mark.parametrize("name", ["no/losses.png", "losses.unknown"])
-def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
-    curves = {"bare": [1.0, 2.0], "guarded": [1.0, 2.0]}
-    assert "the losses are not drawn: " in demo._drawn(curves, str(tmp_path / name))
-
-
-def test_without_matplotlib_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install matplotlib" in demo._drawn({}, str(tmp_path / "losses.png"))
-
-
-def test_an_act_that_dies_is_lost() -> None:
-    process: Any = subprocess.Popen(
-        [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    failed, text, _ = demo._ended(process)
-    assert failed
-    assert text == "the process ended with -9"

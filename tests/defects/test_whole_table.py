@@ -8,8 +8,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torchguard.defects import all_defects, runner
 from torchguard.defects.doctor import doctor
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the torch at hand every row has an answer, and every guard closes its defect."""
     # C++ that an earlier run has compiled is used again, which a doctor does not do by itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
-from support.child_process import output_of
+pytestmark = pytest.mark.slow
 
 SUITE = """
     import numpy as np
@@ -103,27 +102,6 @@ SESSIONS = {
     "a path": ["--torchguard", "test_it.py"],
 }
 
-# Each in a fork of a process that has imported what they need. By name, because in a bare checkout
-# there is no entry point that names the plug-in; no other plug-in is loaded, which takes a second.
-PROGRAM = f"""
-import contextlib, json, os
-import numpy, pytest, torch, torchguard
-
-found = {{}}
-for name, options in {SESSIONS}.items():
-    child = os.fork()
-    if not child:
-        plugins = ["-p", "pytest_torchguard", "-p", "no:cacheprovider"]
-        with open(name, "w") as out, contextlib.redirect_stdout(out):
-            with contextlib.redirect_stderr(out):
-                code = pytest.main(["-ra", *plugins, *options])
-        os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found[name] = code, open(name).read()
-print(json.dumps(found))
-"""
-
-
 Sessions: TypeAlias = dict[str, tuple[int, str]]
 
 
@@ -132,13 +110,20 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     """What each session returned and printed, by name."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_it.py").write_text(textwrap.dedent(SUITE))
-    with pytest.MonkeyPatch.context() as changes:
-        changes.chdir(folder)
-        for name in [name for name in os.environ if "PYTEST" in name]:
-            changes.delenv(name)
-        changes.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        found: Sessions = json.loads(output_of(PROGRAM))
-    return found
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # loading the others takes a second
+    # By name, because in a bare checkout there is no entry point that names the plug-in.
+    start = [sys.executable, "-m", "pytest", "-ra", "-p", "pytest_torchguard"]
+    running = {
+        name: subprocess.Popen(
+            [*start, "-p", "no:cacheprovider", *options],
+            cwd=folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for name, options in SESSIONS.items()
+    }  # fmt: skip
+    printed = {name: each.communicate(timeout=240)[0] for name, each in running.items()}
+    return {name: (each.returncode, printed[name]) for name, each in running.items()}
 
 
 def failed(printed: str) -> list[str]:

@@ -15,7 +15,7 @@ from support.child_process import output_of
 from support.compiled import Counting, many, plain, square, with_out
 from torchguard import install
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 # --- installing and uninstalling between calls

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from support.child_process import output_of
+
+pytestmark = pytest.mark.slow
 
 # Modules of torch that take their time, made for the test.
 MODULES = """

@@ -34,6 +34,7 @@ FILES = f"{REPOSITORY}/blob/main/"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_code(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The code on a page runs and prints what its comments say."""

@@ -12,6 +12,8 @@ from support.child_process import output_of
 from torchguard import install
 from torchguard.patching.guards import GUARDS, Guard
 
+pytestmark = pytest.mark.slow
+
 # --- installing it, whenever Dynamo is imported
 
 REPORT = """

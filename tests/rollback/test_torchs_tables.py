@@ -11,6 +11,8 @@ from support.child_process import output_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 QUANTIZES = """
     import contextlib
     import torch

@@ -1,73 +1,106 @@
-"""Run a program in a Python of its own: for what may crash, or has to start clean.
+"""Run a program in a process of its own: it may crash, hang, or need to start clean.
 
-Where that can be, the program runs in a fork of a process that has imported torch: an import takes
-a second. What it sees is what it would see after its own ``import torch``: nothing else of torch's
-(no Dynamo, no torchguard) is imported before it.
+A process is a fork of ``multiprocessing``'s server, which has imported torch: an import takes
+a second. Nothing else of torch (Dynamo, torchguard) is imported there. ``fresh=True`` starts an
+interpreter instead. A program that runs too long ends with the stacks of all its threads.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
+import faulthandler
 import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
+import types
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_TIMEOUT = 480  # seconds
+LIMIT = 240
+"""Seconds after which a program is ended."""
 
-# The program is the last thing that the forked process does, at the top of its main module: it ends
-# as any other, with its exit handlers and the threads that it waits for.
-_SERVER = """
-import json, os, sys
-import gc, torch
-gc.freeze()
-_ = status = None
-for line in sys.stdin:
-    asked = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        break
-    _, status = os.waitpid(child, 0)
-    print(json.dumps([child, os.waitstatus_to_exitcode(status)]), flush=True)
-else:
-    os._exit(0)
-os.setpgid(0, 0)
-for number, name in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
-    os.dup2(os.open(name, os.O_RDWR), number)
-os.environ.clear()
-os.environ.update(asked["environment"])
-os.chdir(asked["cwd"])
-sys.argv, sys.path[0] = asked["argv"], asked["path"]
-if asked["file"] != "<string>":
-    __file__ = asked["file"]
-_code = compile(asked["source"], asked["file"], "exec")
-del _, gc, json, os, sys, torch, line, child, status, asked, number, name
-exec(globals().pop("_code"), globals())
-"""
+_LIMITED = f"import faulthandler; faulthandler.dump_traceback_later({LIMIT}, exit=True)\n"
 
-_server: subprocess.Popen[str] | None = None
+_processes: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+if sys.platform == "linux":
+    _processes.set_forkserver_preload(["torch"])
 
 
-def _read_at_start() -> dict[str, str]:
-    """Return what torch or Python read of the environment when they start."""
-    names = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_", "PYTORCH")
-    # Read when a program imports the compiler, and set by inductor in a process that has compiled.
-    later = ("TORCHINDUCTOR_", "TORCHDYNAMO_")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(names) and not name.startswith(later)
-    }
+class _Program(NamedTuple):
+    """A program and everything that it can see of how it was started."""
+
+    source: str
+    argv: list[str]
+    file: str | None
+    out: str
+    err: str
+    folder: str
+    environment: dict[str, str]
+
+    def run(self) -> None:
+        """Run the program as the main module of this process."""
+        if os.name == "posix":
+            os.setpgid(0, 0)  # a group that is killed together
+        for number, name in ((0, os.devnull), (1, self.out), (2, self.err)):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - multiprocessing closed it
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
+        warnings.simplefilter("ignore")
+        multiprocessing.set_start_method(None, force=True)  # the program's own default
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.argv = self.argv
+        sys.path.insert(0, "" if self.file is None else str(Path(self.file).parent))
+        main = types.ModuleType("__main__")
+        main.__builtins__ = builtins  # type: ignore[attr-defined]
+        if self.file is not None:
+            main.__file__ = self.file
+        sys.modules["__main__"] = main
+        try:
+            exec(compile(self.source, self.file or "<string>", "exec"), vars(main))  # noqa: S102
+        finally:
+            atexit._run_exitfuncs()
 
 
-_STARTED_WITH = _read_at_start()
+class _Running:
+    """A program that has been started."""
+
+    def __init__(
+        self, source: str, argv: list[str], file: str | None, output: str, environment: Any = None
+    ) -> None:
+        names = f"{output}.out", f"{output}.err"
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})}
+        self._program = _Program(source, argv, file, *names, str(Path.cwd()), environment)
+        self._begun = time.monotonic()
+        self._process = _processes.Process(target=self._program.run)
+        self._process.start()
+
+    def ended(self) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of the program, and end what it has left running."""
+        # It ends itself, with its stacks. This is for one that can't: it was stopped.
+        self._process.join(self._begun + LIMIT + 30 - time.monotonic())
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        texts = (
+            Path(name).read_text(encoding="utf-8", errors="replace") if Path(name).exists() else ""
+            for name in (self._program.out, self._program.err)
+        )
+        line = ["python", *self._program.argv]
+        return subprocess.CompletedProcess(line, self._process.exitcode, *texts)
 
 
 def run_python(
@@ -75,48 +108,22 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``program``; modules in ``folder`` can be imported, and it is written there as a file.
 
-    Torch is imported already where that can be, but with ``fresh=True``.
+    Torch is imported already, except with ``fresh=True``.
     """
-    global _server
-    source = textwrap.dedent(program)
-    start, file, path = ["-c", source], "<string>", ""
+    source, file, start = textwrap.dedent(program), None, "-c"
     if folder is not None:  # a program that spawns workers has to be a file
-        file, path = str(folder / "program.py"), str(folder)
-        start = [file]
+        file = start = str(folder / "program.py")
         Path(file).write_text(source, encoding="utf-8")
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": ""}
-    if fresh or sys.platform != "linux" or _read_at_start() != _STARTED_WITH:
-        line = [sys.executable, *start, *arguments]
-        return subprocess.run(
-            line, capture_output=True, text=True, check=False, env=environment, timeout=_TIMEOUT
-        )
-    if _server is None or _server.poll() is not None:
-        line = [sys.executable, "-W", "ignore", "-c", _SERVER]
-        _server = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert _server.stdin is not None
-    assert _server.stdout is not None
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        argv = [start[0], *arguments]
-        asked = {
-            "source": source, "argv": argv, "file": file, "path": path, "cwd": str(Path.cwd()),
-            "environment": environment, "out": out.name, "err": err.name,
-        }  # fmt: skip
-        _server.stdin.write(json.dumps(asked) + "\n")
-        _server.stdin.flush()
-        ready, _, _ = select.select([_server.stdout], [], [], _TIMEOUT)
-        if not ready:
-            # The program, with what it has started; a kernel may not list it.
-            with contextlib.suppress(OSError):
-                listed = Path(f"/proc/{_server.pid}/task/{_server.pid}/children")
-                for child in listed.read_text().split():
-                    os.killpg(int(child), signal.SIGKILL)
-            _server.kill()
-            raise subprocess.TimeoutExpired(["a forked program"], _TIMEOUT)
-        child, status = json.loads(_server.stdout.readline())
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what it has left behind
-        printed, errors = out.read().decode(), err.read().decode()
-        return subprocess.CompletedProcess(["python", *argv], status, printed, errors)
+    if not fresh:
+        with tempfile.TemporaryDirectory() as output:
+            return _Running(source, [start, *arguments], file, f"{output}/program").ended()
+    if file is not None:
+        source = f"import runpy\nrunpy.run_path({file!r}, run_name='__main__')\n"
+    line = [sys.executable, "-c", _LIMITED + source, *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        line, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT + 30
+    )
 
 
 def output_of(
@@ -126,13 +133,6 @@ def output_of(
     done = run_python(program, *arguments, folder=folder, fresh=fresh)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-# How a rank ends. Gloo's threads may hold tensors that Python knows; one that frees such a tensor
-# while the interpreter finalizes ends the process with "terminate called without an active
-# exception", whether or not the group was destroyed: DDP and Dynamo's cache keep it alive.
-# https://github.com/pytorch/pytorch/issues/190489, https://github.com/pytorch/pytorch/pull/179291
-END_RANK = "import os, sys; sys.stdout.flush(); os._exit(0)"
 
 
 JOIN_RANKS = """
@@ -148,51 +148,24 @@ dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeou
 """How a program for :func:`run_ranks` begins."""
 
 
-# What the program imports of torch is imported once, before the ranks fork; the rest, such as a
-# launcher, may read the environment that a rank sets.
-_FORK_RANKS = """
-import ast, contextlib, os, sys
-_, path, port, count = sys.argv
-sys.path[0] = os.path.dirname(path)
-with open(path) as stream:
-    source = stream.read()
-for each in ast.parse(source).body:
-    if isinstance(each, (ast.Import, ast.ImportFrom)) and "torch" in ast.unparse(each):
-        with contextlib.suppress(ImportError):  # a rank may expect that
-            exec(compile(ast.Module([each], []), path, "exec"), {})
-children = []
-for rank in range(int(count)):
-    child = os.fork()
-    if child == 0:
-        break
-    children.append(child)
-else:
-    ended = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
-    print(ended)
-    sys.exit(any(ended))
-for number, name in ((1, "out"), (2, "err")):
-    file = os.open(f"{path}.{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, number)
-sys.argv, __file__ = [path, str(rank), port, count], path
-_code = compile(source, path, "exec")
-del ast, contextlib, os, sys, path, port, count, stream, source, each, children, rank, child
-del number, name, file
-exec(globals().pop("_code"), globals())
-"""
-
-
 def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]]:
     """Run a program on some ranks, given rank, port and count; return the JSON each prints last.
 
-    The program is written to ``folder``, with the line by which a rank ends.
+    A rank ends as a process of ``multiprocessing`` does, without finalizing its interpreter:
+    a thread of gloo that frees a tensor would end it with "terminate called".
+    https://github.com/pytorch/pytorch/issues/190489
     """
     path = folder / "rank.py"
-    path.write_text(f"{textwrap.dedent(program)}\n{END_RANK}\n")
+    path.write_text(textwrap.dedent(program), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    leader = run_python(_FORK_RANKS, str(path), port, str(count))
-    errors = [each.read_text() for each in sorted(folder.glob("rank.py.*.err"))]
-    assert leader.returncode == 0, [leader.stdout, leader.stderr, *errors]
-    outputs = (Path(f"{path}.{rank}.out").read_text() for rank in range(count))
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    source = path.read_text(encoding="utf-8")
+    ranks = [
+        _Running(source, [str(path), str(rank), port, str(count)], str(path), f"{path}.{rank}")
+        for rank in range(count)
+    ]
+    done = [rank.ended() for rank in ranks]
+    errors = [each.stdout + each.stderr for each in done]
+    assert [each.returncode for each in done] == [0] * count, "\n".join(errors)
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]

@@ -68,7 +68,6 @@ def _run_together(page: list[Block]) -> dict[int, str]:
     program = ""
     for block in page:
         program += "\n" * (block.line - 2 - program.count("\n")) + _FENCE + block.code
-    program += "globals().clear()\n"  # process groups, before the interpreter finalizes
     with tempfile.TemporaryDirectory() as folder:
         done = run_python(program, folder=Path(folder))  # compilers read a function's file
     printed = done.stdout.split(_BEGINS)[1:] or [""]

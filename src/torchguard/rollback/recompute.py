@@ -1,8 +1,9 @@
 """Activation checkpointing: the second run of a block begins from what the first one began with.
 
 ``torch.utils.checkpoint`` restores torch's RNG state, and nothing else:
-https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` notes before the first run what
-the block can see, gives it back for the second run, and takes away what that has written.
+https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` takes a snapshot of the state that
+the block reaches before the first run, restores it for the second run, and rolls back what that
+run has written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable
 from operator import is_
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from torchguard._public import public
-from torchguard._pytree import reachable
+from torchguard._pytree import reachable, with_children
 from torchguard._torch import base_of, has_own_dispatch, is_recorded, patch, version_of
 from torchguard._torch.checkpointing import (
     GENERATOR,
@@ -39,7 +41,9 @@ from torchguard._torch.checkpointing import (
 )
 from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
-from torchguard.state.random import all_generators, generators_among, same_state
+from torchguard.state.containers import generators_in, restore_container
+from torchguard.state.modules import hooks_of
+from torchguard.state.random import all_generators, same_state
 
 _Entries = dict[Any, Any]
 
@@ -58,22 +62,32 @@ class Block:
         self._reached = reachable(segment_of(function) or function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
         self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
-        # Each dict of a module, what it holds now, and what of that is no number or container.
-        dicts = [entries for module in self._modules for entries in _state_of(module)]
+        open_modules = [each for each in self._modules if not _is_closed(each)]
+        # What runs: hooks and children, also those that are there for the first run only.
+        self._code = [
+            (module, type(module), entries, entries.copy())
+            for module in open_modules
+            for entries in (members_of(module)[2], *hooks_of(module))
+        ]
+        # Each dict of a module, what it holds now, and which of that are no numbers or containers.
+        dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
         self._before = [(entries, entries.copy(), _rare_values(entries)) for entries in dicts]
-        held = [value for *_, rare in self._before for value in rare]
+        rare = [value for *_, values in self._before for value in values]
         copied = {
-            id(value): value
-            for value in held
-            if isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
+            id(tensor): tensor
+            for value in rare
+            for tensor in _tensors_of(value)
+            if not tensor.requires_grad and _is_state(tensor)
         }
         self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
-        self._objects = [*self._reached, *(v for v in held if not isinstance(v, Tensor))]
+        self._tuples = [value for value in rare if isinstance(value, tuple)]
+        self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             generators += all_generators()[1:]
-            generators += generators_among(self._objects)
+            attributes = (value for each in open_modules for value in vars(each).values())
+            generators += generators_in((*self._reached, *attributes))
         self._random = [(get, set_, get()) for get, set_ in generators]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,13 +123,20 @@ class Block:
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
+            # A lazy module has become another one, and has taken away its hooks.
+            code = [(e, e.copy(), first) for m, kind, e, first in self._code if type(m) is kind]
             held = [(entries, entries.copy()) for entries, *_ in self._before]
             drawn = [(set_, get()) for get, set_, _ in self._random]
             # Copies of the copies, which a second backward begins from again.
-            again = dict(zip(self._copies, _copies_of(self._copies.values()), strict=True))
+            again: dict[int, Any] = dict(
+                zip(self._copies, _copies_of(self._copies.values()), strict=True)
+            )
+            again |= {id(each): _with_copies(each, again) for each in self._tuples}
             try:
+                for entries, _, first in code:
+                    restore_container(entries, first)
                 for entries, before, rare in self._before:
-                    _put_back(entries, before, again if rare else {})
+                    _restore_entries(entries, before, again if rare else {})
                 for _, set_, first in self._random:
                     set_(first)
                 if not written:
@@ -125,8 +146,10 @@ class Block:
                 with RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:
+                for entries, values, _ in code:
+                    restore_container(entries, values)
                 for entries, values in held:
-                    _put_back(entries, values)
+                    _restore_entries(entries, values)
                 for set_, state in drawn:
                     set_(state)
 
@@ -168,33 +191,54 @@ def _inside(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _state_of(module: nn.Module) -> tuple[_Entries, ...]:
-    """Return the dicts of a module that a run may write: parameters, buffers and attributes."""
-    # The wrappers of torch.distributed note there how far they are in gathering parameters.
-    if type(module).__name__ in {"FullyShardedDataParallel", "DistributedDataParallel"}:
-        return ()
-    if isinstance(module, torch.jit.ScriptModule):  # its members are in C++, in no dict
-        return ()
-    return *members_of(module)[:2], vars(module)
+def _is_closed(module: nn.Module) -> bool:
+    """Whether the state of a module is not to be touched."""
+    # The wrappers of torch.distributed note in it how far they are in gathering parameters; that
+    # of TorchScript is in C++, in no dict.
+    wrappers = {"FullyShardedDataParallel", "DistributedDataParallel"}
+    return type(module).__name__ in wrappers or isinstance(module, torch.jit.ScriptModule)
 
 
-_KINDS = {bool, int, float, complex, str, bytes, type(None), tuple, torch.Size}
-_USUAL = _KINDS | {dict, OrderedDict, set, list, nn.Parameter}
+_KINDS = {bool, int, float, complex, str, bytes, type(None), torch.Size}
+_USUAL = _KINDS | {tuple, dict, OrderedDict, set, list, nn.Parameter}
+_FUNCTIONS = {FunctionType, MethodType, functools.partial}
 
 
 def _rare_values(entries: _Entries) -> list[Any]:
-    """Return the values that are no number, string, container or parameter."""
-    if _USUAL.issuperset(map(type, entries.values())):
-        return []
-    return [value for value in entries.values() if type(value) not in _USUAL]
+    """Return the values that are no number, string, container or parameter, or hold a tensor."""
+    return [
+        value
+        for value in entries.values()
+        if type(value) not in _USUAL or (type(value) is tuple and _tensors_of(value))
+    ]
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in an attribute that is a tensor or a tuple."""
+    if isinstance(value, tuple):
+        return [tensor for each in value for tensor in _tensors_of(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a tuple whose tensors are replaced by their copies."""
+    if isinstance(value, tuple):
+        return with_children(value, {i: _with_copies(v, copies) for i, v in enumerate(value)})
+    return copies.get(id(value), value)
 
 
 def _is_state(value: Any) -> bool:
+    """Whether a block that writes an attribute like this is run again with the value before."""
     # torch.func.functional_call puts tensors in the place of parameters.
-    return type(value) in _KINDS or (
-        isinstance(value, Tensor)
-        and not nn.parameter.is_lazy(value)
-        and not _is_of_parameter(value)
+    return (
+        type(value) in _KINDS
+        or type(value) in _FUNCTIONS  # a forward that is replaced for a call
+        or isinstance(value, tuple)
+        or (
+            isinstance(value, Tensor)
+            and not nn.parameter.is_lazy(value)
+            and not _is_of_parameter(value)
+        )
     )
 
 
@@ -231,10 +275,10 @@ def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
     return copy.as_strided(tensor.shape, tensor.stride(), start)
 
 
-def _put_back(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:
-    """Put these values back in a module's dict; new names that hold state are deleted.
+def _restore_entries(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:
+    """Restore the values in a module's dict; new names that hold state are deleted.
 
-    With ``copies`` (by id of the original) only state goes back, copies in place of originals.
+    With ``copies`` (by id of the original) only state is restored, copies in place of originals.
     """
     is_same = [*entries] == [*held] and all(map(is_, entries.values(), held.values()))
     if is_same and not copies:
@@ -365,7 +409,7 @@ def runs_again_as_first(*, reentrant: bool) -> bool:
 def safe_checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any
 ) -> Any:
-    """Checkpoint a block whose second run, in backward, is the first one again.
+    """Activation checkpointing whose recomputation reproduces the original forward.
 
     Equals ``torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)``:
     the same outputs, and gradients, buffers and random numbers are those of ``function(*args)``
@@ -373,10 +417,12 @@ def safe_checkpoint(
     batch counts twice in BatchNorm, and a block that reads what it writes, or that draws from
     Python, numpy or a generator of its own, has wrong gradients.
 
-    The second run begins with copies of the buffers, with the attributes of the modules that are
-    numbers, strings, tensors, tuples or None, and with the states of the generators; afterwards
-    all are as they were before it. Parameters and inputs are not copied. What a block writes
-    elsewhere (a list, a file, a tensor in a closure) it writes twice.
+    The second run begins with the hooks and children of the modules, with copies of the buffers,
+    with the attributes that are numbers, strings, functions, tensors, tuples of these or None, and
+    with the states of the generators; afterwards all of it is restored. Hooks that are on during
+    the forward only (adapters, steering) are on in the second run. Generators are found in
+    attributes and in lists, dicts and tuples. Parameters and inputs are not copied. A list, a file
+    or a tensor in a closure that a block writes is written twice.
 
     Args:
         function: the block: a module, a method, a function.

@@ -21,7 +21,7 @@ from torchguard._torch.optimizers import (
 from torchguard.state.containers import ATOMS, children, restore_container
 
 
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+def hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
     """Return the dicts in which a module holds its hooks."""
     attributes = vars(module)
     return [attributes[name] for name in MODULE_HOOKS if name in attributes]

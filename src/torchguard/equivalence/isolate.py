@@ -86,6 +86,9 @@ def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     An attribute may say that there is a hook, as transformers notes those for ``router_logits``.
     """
     modules = list(modules)
+    if not modules:
+        yield
+        return
     snapshot = Modules(modules).snapshot()
     gradients = Gradients(p for module in modules for p in module.parameters(recurse=False))
     try:
@@ -98,11 +101,13 @@ def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Copy the values of buffers and copy them back, for what :class:`UndoMutations` can't see."""
-    before = Elements(b for module in modules for b in module.buffers(recurse=False))
+    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    before = Elements(buffers) if buffers else None
     try:
         yield
     finally:
-        before.restore()
+        if before is not None:
+            before.restore()
 
 
 # ---- undo what a function writes ----

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_files": {"errors"},
     "_torch": FOUNDATION,
     "_events": TORCH,
-    "assignment": {"_events", *TORCH},
+    "assignment": {"equivalence", "_events", *TORCH},
     "state": TORCH,
     "equivalence": {"state", "_events", *TORCH},
     **dict.fromkeys(ROOMS, SHARED),

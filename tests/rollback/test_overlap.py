@@ -6,6 +6,9 @@ import contextlib
 import copy
 import itertools
 import operator
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,12 +19,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
 from support.compiled import Counting
 from support.modes import FunctionMode, function_alone
 from torchguard import OverlapWarning
-from torchguard._torch.overlap import is_elementwise, shares_memory
+from torchguard.equivalence.operands import is_elementwise, memory_of, shares_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
 
@@ -65,14 +69,19 @@ def views(buffer: torch.Tensor) -> st.SearchStrategy[torch.Tensor]:
     return made.filter(lambda each: each is not None)  # type: ignore[return-value]
 
 
+def share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    memories = memory_of(one), memory_of(other)
+    return all(memories) and shares_memory(*memories)  # type: ignore[arg-type]
+
+
 BUFFER = torch.zeros(64, dtype=torch.int32)
 
 
 @given(views(BUFFER), views(BUFFER))
 def test_shared_memory_is_decided_exactly(one: torch.Tensor, other: torch.Tensor) -> None:
     expected = bool(addresses(one) & addresses(other))
-    assert shares_memory(one, other) is expected
-    assert shares_memory(other, one) is expected
+    assert share(one, other) is expected
+    assert share(other, one) is expected
 
 
 def test_what_is_too_hard_to_say_counts_as_shared() -> None:
@@ -81,8 +90,8 @@ def test_what_is_too_hard_to_say_counts_as_shared() -> None:
     strides = (11, 101, 1009, 10007)
     one = buffer.as_strided((9, 9, 9, 9), strides, 0)
     other = buffer.as_strided((9, 9, 9, 9), tuple(step + 2 for step in strides), 5)
-    assert shares_memory(one, other) in {True, False}  # it ends
-    assert not shares_memory(one, torch.zeros(3))
+    assert share(one, other) in {True, False}  # it ends
+    assert not share(one, torch.zeros(3))
 
 
 # ---- numpy is the second oracle ----
@@ -230,6 +239,146 @@ def test_what_overlaps_itself_is_refused_as_before() -> None:
     x = torch.zeros(1, 3).expand(2, 3)
     with pytest.raises(RuntimeError, match="single memory location"):
         x.add_(1)
+
+
+# ---- a call that PyTorch refuses, and one that it computes right ----
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a value of another shape": lambda x: x.__setitem__(True, x.expand(5, 1, 3, 4)),
+    "shapes that do not broadcast": lambda x: x.sub_(x[:, :2]),
+    "rows that do not fit": lambda x: x.__setitem__(slice(2), x[1:, :2]),
+    "an output that overlaps itself": lambda x: torch.add(x, 1, out=x[:1].expand(3, 4)),
+    "a leaf": lambda x: x.requires_grad_().mul_(x[:, :1]),
+    "a list of another length": lambda x: torch._foreach_add_([x[0], x[1]], [x[1]]),
+}
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_said_of_a_call_that_is_refused(name: str, action: Any) -> None:
+    call = REFUSED[name]
+    with pytest.raises(Exception) as plain:  # noqa: PT011
+        call(torch.ones(3, 4))
+    with torchguard.install("overlap"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action, OverlapWarning)
+        with pytest.raises(plain.type) as guarded:
+            call(torch.ones(3, 4))
+    assert not caught
+    assert str(guarded.value) == str(plain.value)
+
+
+# PyTorch computes each right in every layout: an element is read for all places and keeps its
+# value when its own place is written, or an operator reads each element before it writes it.
+RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "x.fill_(x[2, 2])": lambda x: x.fill_(x[2, 2]),
+    "x.masked_fill_(m, x[2, 2])": lambda x: x.masked_fill_(x > 5, x[2, 2]),
+    "x.index_fill_(0, i, x[2, 2])": lambda x: x.index_fill_(0, torch.tensor([0, 2]), x[2, 2]),
+    "x[:, 0] = x[2, 0]": lambda x: x.__setitem__((slice(None), 0), x[2, 0]),
+    "x[1:] = x[2]": lambda x: x.__setitem__(slice(1, None), x[2]),
+    "x[:, :] = x[:, 1:2]": lambda x: x.__setitem__((slice(None),) * 2, x[:, 1:2]),
+    "x[x > 5] = x[2, 2]": lambda x: x.__setitem__(x > 5, x[2, 2]),
+    "torch.maximum(x, x[1], out=x)": lambda x: torch.maximum(x, x[1], out=x),
+    "torch.where(m, x, x[1], out=x)": lambda x: torch.where(x > 5, x, x[1], out=x),
+    "torch.cumsum(x, 0, out=x)": lambda x: torch.cumsum(x, 0, out=x),
+    "torch.cumprod(x, 1, out=x)": lambda x: torch.cumprod(x, 1, out=x),
+    "torch.addmm(x, a, b, out=x)": lambda x: torch.addmm(x, x.t() * 2, x * 3, out=x),
+    "torch.addr(x, a, b, out=x)": lambda x: torch.addr(x, x[0] * 2, x[1] * 3, out=x),
+    "torch.addmv(x, a, b, out=x)": lambda x: torch.addmv(x[0], x * 2, x[1] * 3, out=x[0]),
+}
+
+
+@pytest.mark.usefixtures("error")
+@pytest.mark.parametrize("size", [3, 70, 300])
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_said_of_a_line_that_is_right(name: str, size: int) -> None:
+    start = torch.randint(1, 9, (size, size), generator=torch.Generator().manual_seed(0)).double()
+    wide = torch.zeros(size, size, 2, dtype=torch.float64)
+    for layout in (
+        torch.zeros_like(start), torch.zeros_like(start).t(), wide[..., 1], wide[..., 0].t(),
+    ):  # fmt: skip
+        plain = layout.copy_(start)
+        try:
+            RIGHT[name](plain)
+        except RuntimeError as refused:  # dense tensors, which torch refuses in some cases
+            assert "single memory location" in str(refused)  # noqa: PT017
+            continue
+        expected = plain.clone()
+        layout.copy_(start)
+        with torchguard.install("overlap"):
+            RIGHT[name](layout)
+        assert torch.equal(layout, expected)
+
+
+@pytest.mark.usefixtures("on")
+def test_a_mask_is_no_such_value() -> None:
+    x = torch.rand(70, 70, generator=torch.Generator().manual_seed(0)) > 0.5
+    expected = x.clone().masked_fill_(x[:1].clone(), value=False)
+    with pytest.warns(OverlapWarning):
+        x.masked_fill_(x[:1], value=False)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.usefixtures("error")
+def test_fake_tensors_are_not_asked_where_they_lie() -> None:
+    torch.set_warn_always(True)
+    try:
+        with torch._subclasses.FakeTensorMode():
+            fake = torch.zeros(3, 4)
+        lines: tuple[Callable[[], Any], ...] = (
+            lambda: fake.__setitem__(0, fake[1]),
+            lambda: fake.__setitem__(slice(1, None), fake[:-1]),
+            lambda: fake.copy_(fake[:1]),
+            lambda: fake.sub_(fake[:, :1]),
+            lambda: torch.mul(fake, fake[0], out=fake),
+            lambda: torchguard.sliced_assign_(fake, 0, fake[1]),
+        )
+        with torchguard.install("overlap"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for line in lines:
+                line()
+    finally:
+        torch.set_warn_always(False)
+
+
+def test_a_dispatch_mode_sees_the_operators_of_the_line() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.tensor(1)
+    found = []
+    for guard in (contextlib.nullcontext(), torchguard.install("overlap")):
+        x, seen = torch.arange(12.0).reshape(3, 4), list[str]()
+        with guard, Seen():
+            x[0] = x[1]
+            x[rows] = x[0]
+            x[:, 0] += x[:, 1]
+            x[x > 3] = 7
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+class Items(list[Any]):
+    """A subclass of list, as modules and user code have them."""
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("kind", [list, Items])
+def test_operands_in_a_list_of_any_class_are_copied(kind: type) -> None:
+    x = torch.arange(200.0).reshape(2, 100)
+    expected = [x[0] - x[1], x[1] - x[0]]
+    torch._foreach_sub_(kind([x[0], x[1]]), kind([x[1], x[0]]))
+    assert all(map(torch.equal, x, expected))
+
+
+@pytest.mark.parametrize("given", [["-"], ["-c"]])
+def test_the_line_of_what_is_typed_is_named(given: list[str]) -> None:
+    program = 'import torch, torchguard\ntorchguard.install("overlap")\nx = torch.ones(3, 4)\n'
+    program += "x -= x[:, :1]\n"
+    command = [sys.executable, *given, *([program] if given == ["-c"] else [])]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, check=True)
+    assert re.match(r"<(stdin|string)>:4: OverlapWarning", done.stderr), done.stderr
 
 
 # ---- memory, not identity ----

@@ -10,7 +10,6 @@ and that nothing private is used anywhere else.
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
 from torchguard._torch.modes import *
-from torchguard._torch.overlap import *
 from torchguard._torch.schemas import *
 from torchguard._torch.symbolic_shapes import *
 from torchguard._torch.tensors import *

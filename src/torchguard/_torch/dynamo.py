@@ -438,4 +438,9 @@ def _first_of_user(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_internal(file: str) -> bool:
-    return file.startswith((*_INTERNAL_FOLDERS, "<"))
+    made = file.startswith("<") and not file.startswith(_TYPED)
+    return made or file.startswith(_INTERNAL_FOLDERS)
+
+
+# What a user types has no file either: in a console, behind -c, in IPython, in a doctest.
+_TYPED = ("<stdin", "<string>", "<console>", "<python-input", "<ipython-input", "<doctest ")

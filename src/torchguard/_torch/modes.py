@@ -145,6 +145,16 @@ is_wrapped: Callable[[torch.Tensor], bool] = private(
 """Whether a tensor stands for another one inside a transform of ``torch.func``."""
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that others of ``torch.func`` are wrapped around; itself outside of any."""
+    while _get_unwrapped is not None and is_wrapped(tensor):
+        tensor = _get_unwrapped(tensor)
+    return tensor
+
+
+_get_unwrapped: Any = private("_C._functorch.get_unwrapped", None)
+
+
 def computing_unseen(values: tuple[Any, ...] = ()) -> contextlib.AbstractContextManager[object]:
     """Look at these values, and compute, so that no mode and no subclass among them sees it."""
     # Most calls are made where there is none, and the scopes cost more than what is computed.

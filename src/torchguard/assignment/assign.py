@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from torchguard._public import public
-from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph, separated
+from torchguard._torch import has_own_dispatch, inside_transform, keep_whole_in_graph
+from torchguard.equivalence.operands import separated
 
 Index = Any
 """Whatever stands between the brackets of ``t[...]``."""
@@ -104,7 +105,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
             t.copy_(whole)
         else:
             # A value that overlaps what is written is copied first, installed or not.
-            given, _ = separated(torch.Tensor.__setitem__, (t, index, value), {}, lambda _: None)
+            given = separated(torch.Tensor.__setitem__, (t, index, value), {}).args
             t[given[1]] = given[2]
     except Exception as error:
         name_the_call(error, "sliced_assign_", t, index, value)

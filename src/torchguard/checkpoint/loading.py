@@ -19,9 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
-from torchguard._torch import are_apart, overlapping, patch, tensors_loaded_by_copies
+from torchguard._torch import patch, tensors_loaded_by_copies
 from torchguard.checkpoint.optimizer_state import load_optimizer
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
+from torchguard.equivalence.operands import Copy, are_apart, copy_of, memory_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
 from torchguard.state.containers import Containers
@@ -335,9 +336,12 @@ def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     quantized = tensor.is_quantized or (not same and value.is_quantized)
     # The exact answer takes some microseconds a tensor.
-    return not quantized and (
-        are_apart(tensor, value) or not overlapping(tensor, value, elementwise=True)
-    )
+    return not quantized and (are_apart(tensor, value) or not _overlap(tensor, value))
+
+
+def _overlap(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    memory = memory_of(tensor)
+    return memory is not None and copy_of(value, memory) is not Copy.NO
 
 
 def _has_no_overlap(tensor: torch.Tensor) -> bool:

@@ -19,12 +19,11 @@ from torchguard._torch import (
     OPERATOR_CLASSES,
     TorchDispatchMode,
     has_saved_tensors_hooks,
-    may_write,
     schema_of,
-    separated,
     set_version,
     version_of,
 )
+from torchguard.equivalence.operands import may_write, separated
 from torchguard.equivalence.outcome import (
     Buffer,
     Given,
@@ -245,7 +244,7 @@ class _OperandsFirst(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("out") is not None or _may_write(func):
-            args, kwargs = separated(func, args, kwargs, lambda _: None)
+            args, kwargs, _ = separated(func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from torchguard._events import is_trial
-from torchguard._torch import frame_of_user, is_kept_whole, may_write, separated
-from torchguard._torch.overlap import Overlap
+from torchguard._torch import frame_of_user, is_kept_whole
+from torchguard.equivalence.operands import Overlap, may_write, separated
 from torchguard.errors import OverlapWarning
 
 Place = tuple[str, int]
@@ -32,6 +32,32 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
     """Warn at the user's line, once per line unless filters say otherwise."""
     if is_trial():
         return
+    place, text, registry = _said_of(function, overlap, place)
+    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+
+
+def is_error(function: Callable[..., Any], overlap: Overlap) -> bool:
+    """Whether filters make an exception of the warning."""
+    if is_trial():
+        return False
+    (file, line), text, _ = _said_of(function, overlap, None)
+    module = file.removesuffix(".py")
+    for action, message, category, of_module, of_line in warnings.filters:
+        # As warnings.warn_explicit looks for the first that fits.
+        if (
+            issubclass(OverlapWarning, category)
+            and (message is None or message.match(text))
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action == "error"
+    return False
+
+
+def _said_of(
+    function: Callable[..., Any], overlap: Overlap, place: Place | None
+) -> tuple[Place, str, dict[Any, Any]]:
+    """Return the user's line, what is said of it, and the registry that notes that it was said."""
     if place is None:
         frame = frame_of_user()
         place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -40,13 +66,12 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
         line = linecache.getline(*place).strip()
         text = (
             f"{name} reads memory that it writes: an operand of shape "
-            f"{tuple(overlap.operand.shape)} overlaps what is written, of shape "
-            f"{tuple(overlap.written.shape)}{f', in `{line}`' if line else ''}. torchguard has "
+            f"{overlap.operand} overlaps what is written, of shape "
+            f"{overlap.written}{f', in `{line}`' if line else ''}. torchguard has "
             "copied it first; plain torch may compute something else. Write .clone() behind it"
         )
         _texts[place] = text, {}
-    text, registry = _texts[place]
-    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+    return place, *_texts[place]
 
 
 # ---- a graph ----
@@ -65,7 +90,7 @@ def reference_of(
 ) -> Callable[..., Any]:
     """Return what runs a graph as the code says; its own ``forward`` where nothing is written.
 
-    ``found`` is told of each overlap, before anything is copied or written.
+    ``found`` is told of each overlap, after the call.
     """
     if not any(map(node_may_write, graph.graph.nodes)):
         return graph.forward
@@ -82,10 +107,11 @@ class _Reference(fx.Interpreter):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function, place = _function_of(n), _place_of(n)
-        args, kwargs = separated(
-            function, args, kwargs, lambda overlap: self.found((function, overlap, place))
-        )
-        return getattr(self, n.op)(n.target, args, kwargs)
+        args, kwargs, overlap = separated(function, args, kwargs)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        if overlap is not None:
+            self.found((function, overlap, place))
+        return result
 
 
 def node_may_write(node: fx.Node) -> bool:

@@ -40,8 +40,9 @@ from torchguard._torch.mutation import (
     written_tensors,
 )
 from torchguard._torch.overlays import AttributeOverlay, ModuleOverlay
+from torchguard.equivalence.operands import PLAIN
 from torchguard.rollback.operation import Operation, lacks_allocator, undo_out, undo_write
-from torchguard.rollback.overlap import LISTS, PLAIN, cloned
+from torchguard.rollback.overlap import LISTS, cloned
 from torchguard.rollback.resize import begin_resize_, begin_resize_as_, begin_set_
 from torchguard.state.tensors import capture
 

@@ -6,6 +6,8 @@ Here each operand that overlaps what is written is cloned first, and the line is
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -16,50 +18,94 @@ import torch
 from torch.overrides import has_torch_function
 
 from torchguard._torch import (
-    are_apart,
+    computing_unseen,
     has_python_out,
     operator_schemas,
     overriding,
     patch,
     register_in_dynamo,
-    separated,
     show_overriding,
     shown_for,
     without_torch_function,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
-from torchguard._torch.overlap import INSTALLED, is_elementwise
 from torchguard._torch.overlays import AttributeOverlay
 from torchguard._torch.schemas import describe_as
-from torchguard.equivalence.reference import warn_of
+from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
+from torchguard.equivalence.reference import is_error, warn_of
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+INSTALLED = "torch._foreach_add_"
+"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
+
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
 LISTS = ("_foreach_", "_fused_", "_amp_")
+
+
+def computed(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Callable[..., Any] | None = None,
+    *,
+    is_seen: bool = False,
+) -> Any:
+    """Call a function so that it computes what the code says, and warn if an operand was copied.
+
+    Args:
+        function: what is called, whose schema says what it writes.
+        args: what it is called with.
+        kwargs: what it is called with.
+        call: called in its place.
+        is_seen: whether a mode or a subclass sees the call. A subclass copies what it wants.
+
+    Raises:
+        OverlapWarning: where filters make it an error; nothing is written then.
+    """
+    call = function if call is None else call
+    if is_seen and overriding((*args, *kwargs.values())):
+        return call(*args, **kwargs)
+    with without_torch_function() if is_seen else _SEEN_BY_ALL:
+        given, named, overlap = separated(function, args, kwargs)
+    if overlap is None:
+        return call(*given, **named)
+    if is_error(function, overlap):
+        _call_with_copies(function, given, named)
+        warn_of(function, overlap)
+    result = call(*given, **named)
+    warn_of(function, overlap)  # a call that PyTorch refuses has raised by now
+    return result
+
+
+_SEEN_BY_ALL = contextlib.nullcontext()
 
 
 def cloned(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the call computes what the code says.
+    """Return the arguments with which a call in ``guarded(overlap=True)`` computes that."""
+    args, kwargs, overlap = separated(function, args, kwargs)
+    if overlap is not None:
+        warn_of(function, overlap)
+    return args, kwargs
 
-    Raises:
-        OverlapWarning: where filters make it an error; nothing is written then.
-    """
-    return separated(function, args, kwargs, functools.partial(warn_of, function))
 
-
-def _cloned_unseen(
+def _call_with_copies(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same for a call that a mode sees, such as that of a default device.
+) -> None:
+    """Raise what the call would raise, and write nothing that it is given."""
+    memo: dict[int, Any] = {}
 
-    A call that a subclass of ``Tensor`` sees is left to its ``__torch_function__``.
-    """
-    if overriding((*args, *kwargs.values())):
-        return args, kwargs
-    with without_torch_function():
-        return cloned(function, args, kwargs)
+    def copied(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [copied(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        new = copy.deepcopy(value.detach(), memo)  # with its storage
+        return new.requires_grad_(value.requires_grad and value.is_leaf)
+
+    with computing_unseen((*args, *kwargs.values())):
+        new = [tuple(copied(each)) if isinstance(each, tuple) else copied(each) for each in args]
+        function(*new, **{name: copied(value) for name, value in kwargs.items()})
 
 
 # ---- install("overlap") ----
@@ -94,9 +140,8 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
     def method(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function(args) or kwargs:
             if has_torch_function((*args, *kwargs.values())):
-                args, kwargs = _cloned_unseen(original, args, kwargs)
                 call = show_overriding(shown, args, kwargs, is_operator=is_operator)
-                return call(*args, **kwargs)
+                return computed(original, args, kwargs, call, is_seen=True)
         elif len(args) == 2:  # noqa: PLR2004
             one, other = args
             kind = type(other)
@@ -106,8 +151,7 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
                 return original(one, other)
         elif len(args) == 1 or _all_apart(args[0], args[1:]):
             return original(*args)
-        args, kwargs = cloned(original, args, kwargs)
-        return original(*args, **kwargs)
+        return computed(original, args, kwargs)
 
     return method
 
@@ -121,8 +165,7 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
         if lists and str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.optim."):
             return original(*args, **kwargs)
         seen = has_torch_function((*args, *kwargs.values()))
-        args, kwargs = (_cloned_unseen if seen else cloned)(original, args, kwargs)
-        return original(*args, **kwargs)
+        return computed(original, args, kwargs, is_seen=seen)
 
     return function
 
@@ -136,8 +179,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         if out is None:
             return original(*args, **kwargs)
         if has_torch_function((*args, out, *kwargs.values())):
-            args, kwargs = _cloned_unseen(original, args, {**kwargs, "out": out})
-            return original(*args, **kwargs)
+            return computed(original, args, {**kwargs, "out": out}, is_seen=True)
         if type(out) in plain:
             for each in args:
                 kind = type(each)
@@ -148,8 +190,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 if not kwargs:
                     return original(*args, out=out)
-        args, kwargs = cloned(original, args, {**kwargs, "out": out})
-        return original(*args, **kwargs)
+        return computed(original, args, {**kwargs, "out": out})
 
     return function
 

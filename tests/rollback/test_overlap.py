@@ -350,7 +350,7 @@ def test_a_dispatch_mode_sees_the_operators_of_the_line() -> None:
     found = []
     for guard in (contextlib.nullcontext(), torchguard.install("overlap")):
         x, seen = torch.arange(12.0).reshape(3, 4), list[str]()
-        with guard, Seen():
+        with guard, Seen():  # type: ignore[no-untyped-call]
             x[0] = x[1]
             x[rows] = x[0]
             x[:, 0] += x[:, 1]

@@ -25,6 +25,10 @@ OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverlo
 """What ``torch.ops.aten.add.Tensor`` and ``torch.ops.aten.add`` are."""
 
 
+FOREACH_ADD = "torch._foreach_add_"
+"""The path of a function that nothing else replaces."""
+
+
 def operator_schemas(name: str) -> list[Any]:
     """Return the schemas of ``aten::name``; none if there is no such operator."""
     # Not torch.ops.aten.name: that stays behind as an attribute, and in TorchScript's table.

@@ -18,6 +18,7 @@ import torch
 from torch.overrides import has_torch_function
 
 from torchguard._torch import (
+    FOREACH_ADD,
     computing_unseen,
     has_python_out,
     operator_schemas,
@@ -34,7 +35,7 @@ from torchguard._torch.schemas import describe_as
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
 from torchguard.equivalence.reference import is_error, warn_of
 
-INSTALLED = "torch._foreach_add_"
+INSTALLED = FOREACH_ADD
 """The path that ``install("overlap")`` patches; the others it shares with other guards."""
 
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))

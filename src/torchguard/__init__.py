@@ -116,12 +116,10 @@ _GONE = {
         for name in (
             "MiscompilationError",
             "NonResizableStorageError",
-            "OptimizerStateError",
             "PatchConflictError",
             "PeerFailedError",
             "ReadOnlyMemoryError",
             "RecompileError",
-            "ReplayMismatchError",
             "SaveError",
             "SharedViewError",
         )

@@ -90,17 +90,9 @@ class SharedViewError(TorchGuardError, RuntimeError):
     """Raised when memory that a numpy array looks at would be moved to shared memory."""
 
 
-class OptimizerStateError(TorchGuardError, RuntimeError):
-    """Raised, before anything is written, where a fused optimizer would write other memory."""
-
-
 @public
 class UnrecoverableStepError(TorchGuardError, RuntimeError):
     """Raised from the original exception when a training step failed and can't be undone."""
-
-
-class ReplayMismatchError(TorchGuardError, RuntimeError):
-    """Raised when forward and backward, run twice on one batch, do not give the same bits."""
 
 
 # torch raises an IndexError in one place and a RuntimeError in another.

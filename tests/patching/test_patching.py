@@ -20,7 +20,7 @@ from torchguard import install
 from torchguard.patching.guards import GUARDS, GuardName
 
 EVERYTHING: tuple[GuardName, ...] = (
-    "resize", "out", "verified", "save", "load", "numpy", "optimizer", "overlap", "recompute",
+    "resize", "out", "verified", "save", "load", "numpy", "overlap", "recompute",
 )  # fmt: skip
 
 

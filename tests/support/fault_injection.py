@@ -154,6 +154,9 @@ class Count:
     committed: int = 0
     """The step was done before the failure: it counts, and was not tried again."""
 
+    unrecoverable: int = 0
+    """The failure came inside of a fused step, which is not copied, and the error says so."""
+
     examples: list[str] = field(default_factory=list)
 
     def __add__(self, other: Count) -> Count:
@@ -218,6 +221,9 @@ def _one_point(case: Case, way: Way, plain: Reference, fault: FailAt, *, restore
         try:
             with fault, guard:
                 block()
+        except torchguard.UnrecoverableStepError:
+            result.unrecoverable = 1
+            return result
         except InjectedError as error:
             raised.append(error)
             if getattr(guard, "committed", False):

@@ -58,6 +58,8 @@ def train(
             reach("between the optimizers")
             steps[1]()
             reach("after the optimizers")
+        if isinstance(block, Transaction):
+            assert block.committed
         first.zero_grad()
         second.zero_grad()
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import torchguard
-from support.modes import DispatchMode
 from support.small_training import everything
 from support.training import Failure, fail
 
@@ -51,10 +50,7 @@ OTHERS = itertools.product(("NAdam", "RMSprop", "AdamW"), ({"foreach": True}, {"
 def test_it_goes_on_as_if_the_batch_had_not_been(
     name: str, flags: dict[str, bool], skipped: int, scale: float
 ) -> None:
-    """In the first step and later. Fused kernels read the flag on the device, others the host.
-
-    Steps that are finite are those of plain torch, over two micro-batches.
-    """
+    """In the first step and later; finite steps are those of PyTorch, over two micro-batches."""
     ends = []
     for guarded in (False, True):
         model, optimizer, step = training(name, **flags)
@@ -62,23 +58,14 @@ def test_it_goes_on_as_if_the_batch_had_not_been(
         for number in range(3):
             if guarded and number == skipped:
                 before = everything(model, optimizer), torch.get_rng_state()
-                with DispatchMode() as operators:
-                    train(model, optimizer, step, scale)
+                train(model, optimizer, step, scale)
                 torch.set_rng_state(before[1])
                 now = everything(model, optimizer)
-                same = 2 if number else 1  # the first one makes the state
-                assert now[:same] == before[0][:same]
-                assert not hasattr(optimizer, "found_inf")
+                assert now == before[0]
             train(model, optimizer, step if guarded else None, 1.0, 2.0)
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
     assert step.stats().skipped == 1
-    # The Adagrad of torch 2.6 does not say that its kernel reads found_inf, so the host does.
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False) and "fused" in flags
-    assert on_device == ("fused" in flags) or name == "Adagrad"
-    reads = torch.ops.aten._local_scalar_dense.default in operators.seen
-    assert reads != on_device
-    assert ("the host waits for the device" in step.guarantee) != on_device
 
 
 # ---- several blocks, one for each micro-batch ----
@@ -113,7 +100,7 @@ def test_an_accumulation_that_was_given_up_does_not_count() -> None:
 # ---- the edges ----
 
 
-@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize("flags", [{"foreach": True}, {"foreach": False}])
 def test_a_skipped_step_that_fails_afterwards_is_undone(flags: dict[str, bool]) -> None:
     model, optimizer, step = training("AdamW", **flags)
     train(model, optimizer, step)
@@ -124,7 +111,6 @@ def test_a_skipped_step_that_fails_afterwards_is_undone(flags: dict[str, bool]) 
         optimizer.step()
     handle.remove()
     assert everything(model, optimizer)[0] == before[0]
-    assert not hasattr(optimizer, "found_inf")
     train(model, optimizer, step)
 
 

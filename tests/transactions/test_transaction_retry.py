@@ -32,8 +32,10 @@ class Setup:
         self.model = nn.Sequential(nn.Linear(F, F), nn.Tanh(), nn.Linear(F, 1)).double()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        scaler = scale and torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1)
-        self.step = torchguard.transaction(self.model, self.optimizer, scaler, self.scheduler)
+        self.scaler: Any = scale and torch.amp.GradScaler(
+            "cpu", init_scale=scale, growth_interval=1
+        )
+        self.step = torchguard.transaction(self.model, self.optimizer, self.scaler, self.scheduler)
         self.batch = (torch.randn(samples, F).double(), torch.randn(samples).double())
         self.sizes: list[int] = []
         self.gradients: list[torch.Tensor] = []
@@ -120,7 +122,7 @@ class TestOutOfMemory:
         torch.testing.assert_close(loss, plain.plain_step())
         assert_close(made, plain)
         assert made.step.stats().commits == 1
-        assert scale is None or made.step.scaler.get_scale() == 2 * scale
+        assert scale is None or made.scaler.get_scale() == 2 * scale
 
     def test_the_size_is_remembered_and_said_once(self, recwarn: pytest.WarningsRecorder) -> None:
         made = Setup()

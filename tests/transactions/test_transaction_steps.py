@@ -1,9 +1,8 @@
-"""transaction(): after the commit, what is reported, and replay."""
+"""transaction(): after the commit, and what is reported."""
 
 from __future__ import annotations
 
 import gc
-import random
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchguard
-from support.training import KINDS, Failure, begin, changed, fail, fingerprint
+from support.training import KINDS, Failure, begin, fail
 
 # ---- after the commit ----
 
@@ -35,105 +34,6 @@ def test_an_exception_after_the_step_leaves_a_step_that_counts() -> None:
     training.optimizer.zero_grad()
     with training.step:
         training.whole_step()
-
-
-class Counter:
-    calls = 0
-
-
-class Torn(torch.optim.lr_scheduler.LambdaLR):
-    fails = False
-
-    def __init__(self, *args: Any) -> None:
-        self.counter = Counter()  # an object that state_dict() holds
-        super().__init__(*args)
-
-    def get_lr(self) -> list[Any]:
-        self.counter.calls += 1
-        if self.fails:
-            raise Failure  # the counters are advanced already
-        return super().get_lr()
-
-
-@pytest.mark.parametrize("where", ["scheduler", "also"])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_scheduler_that_raises_midway_is_as_it_was_before_its_step(
-    where: str, wrapped: bool
-) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = Torn(optimizer, lambda epoch: 0.5**epoch)
-    named: dict[str, Any] = {where: scheduler}
-    step = torchguard.transaction(model, optimizer, **named)
-    scheduler.fails = True
-    calls = scheduler.counter.calls
-    with pytest.raises(RuntimeError if wrapped else Failure) as raised:
-        with step:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            try:
-                scheduler.step()
-            except Failure as error:
-                if wrapped:
-                    raise RuntimeError("no schedule") from error
-                raise
-    if where == "also":
-        assert scheduler.counter.calls == calls
-    assert "Torn is as it was" in "".join(raised.value.__notes__)  # type: ignore[attr-defined]
-    scheduler.fails = False
-    scheduler.step()
-    assert scheduler.last_epoch == 1
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_scheduler_that_raises_leaves_the_lr_that_another_one_has_set(apart: bool) -> None:
-    """Of one optimizer or of two."""
-    model = nn.Linear(2, 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(1 + apart)]
-    first = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
-    second = Torn(optimizers[-1], lambda epoch: 0.5**epoch)
-    step = torchguard.transaction(model, optimizers, scheduler=[first, second])
-    second.fails = True
-    with pytest.raises(Failure), step:
-        model(torch.ones(1, 2)).sum().backward()
-        for each in optimizers:
-            each.step()
-        first.step()
-        second.step()
-    assert (first.last_epoch, second.last_epoch) == (1, 0)
-    assert [optimizers[0].param_groups[0]["lr"]] == first.get_last_lr() == [0.5]
-    assert optimizers[-1].param_groups[0]["lr"] == (1.0 if apart else 0.5)
-
-
-class TornPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    fails = False
-
-    def _reduce_lr(self, epoch: int) -> None:
-        super()._reduce_lr(epoch)
-        if self.fails:
-            raise Failure
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_scheduler_in_also_and_its_lr_go_back_together_or_stay(fails: bool) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    plateau = TornPlateau(optimizer, factor=0.5, patience=0)
-    average = [torch.zeros(1)]
-    step = torchguard.transaction(model, optimizer, also=[plateau, *average])
-    plateau.step(1.0)
-    plateau.fails = fails
-    with pytest.raises(Failure), step:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        average[0].add_(1)
-        plateau.step(1.0)
-        raise Failure
-    stays = 0 if fails else 1
-    assert plateau.last_epoch == 1 + stays
-    assert optimizer.param_groups[0]["lr"] == 0.5**stays
-    assert average[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,41 +149,3 @@ def test_stats_count_what_was_put_back() -> None:
         raise Failure
     assert step.stats().put_back["RNG states"] == 3
     assert step.stats().microseconds > 0
-
-
-# ---- replay ----
-
-
-def test_replay_runs_twice_and_leaves_one_run() -> None:
-    """The same gradients, buffers and random numbers as after one run."""
-    ends = []
-    for replayed in (False, True):
-        training = begin()
-        runs = 0
-        for _ in training.step.replay(2) if replayed else range(1):
-            training.forward_backward()
-            runs += 1
-        assert runs == 1 + replayed
-        gradients = [each.grad for each in training.model.parameters() if each.grad is not None]
-        ends.append([*gradients, *training.model.buffers(), torch.get_rng_state()])
-        ends[-1].append(torch.tensor([random.random(), np.random.rand()]))  # noqa: NPY002, S311
-    assert len(ends[0]) == len(ends[1])
-    assert all(map(torch.equal, *ends))
-
-
-def test_replay_names_the_first_gradient_that_differs_and_leaves_nothing() -> None:
-    """Nor does it leave anything of code that raises."""
-    training = begin()
-    before = fingerprint(training)
-    with pytest.raises(torchguard.errors.ReplayMismatchError, match=r"gradient of model.head.bias"):
-        for run in training.step.replay(2):
-            training.forward_backward()
-            training.model.head.bias.grad[0] += run * 1e-3
-    assert changed(training, before) == []
-    with pytest.raises(Failure):
-        for _ in training.step.replay(2):
-            training.forward_backward()
-            raise Failure
-    assert changed(training, before) == []
-    with pytest.raises(ValueError, match="times is 1"):
-        next(training.step.replay(1))

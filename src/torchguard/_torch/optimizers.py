@@ -7,8 +7,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from types import CellType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,6 +107,12 @@ def remove_hooks_since(registered: int, tensor: torch.Tensor) -> None:
             del hooks[number]
 
 
+def scale_version(scaler: Any) -> int:
+    """Return a number that ``update()`` of a GradScaler moves on."""
+    scale = getattr(scaler, "_scale", None)  # None before it has a scale, whose number is 0
+    return (version_of(scale) or 0) if isinstance(scale, torch.Tensor) else 0
+
+
 def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:
     """Return what a GradScaler notes of each optimizer between two calls of ``update()``."""
     # https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py
@@ -115,46 +120,31 @@ def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:
     return found if isinstance(found, dict) else None
 
 
+def can_make_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`make_state` knows how this optimizer makes its state."""
+    return hasattr(type(optimizer), "_init_group")
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of all parameters that have a gradient, as ``step()`` does."""
+    make: Any = getattr(type(optimizer), "_init_group")  # noqa: B009
+    names = _names_of_arguments(make)
+    for group in optimizer.param_groups:
+        # Lists that it fills, but for AdamW's on 2.6, which takes the option amsgrad as well. SGD
+        # names the list that it fills "params", as the group names its parameters.
+        # https://github.com/pytorch/pytorch/blob/v2.6.0/torch/optim/adamw.py#L132
+        make(optimizer, group, *([] if n == "params" else group.get(n, []) for n in names))
+
+
 @functools.cache
-def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _names_of_arguments(make: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(make).parameters)[2:]  # after self and group
 
 
-def init_group_arguments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of what ``_init_group`` takes after the group; none if there is no such."""
-    make = getattr(type(optimizer), "_init_group", None)
-    return () if make is None else _parameters_of(make)[2:]  # after self and group
-
-
-def init_group(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any]
-) -> tuple[dict[str, list[Any]], Any]:
-    """Call ``_init_group``, as ``step()`` does; return the lists that it fills, and its result."""
-    names = init_group_arguments(optimizer)
-    # AdamW's on 2.6 takes the option amsgrad as well.
-    # https://github.com/pytorch/pytorch/blob/v2.6.0/torch/optim/adamw.py#L132
-    # SGD names the list that it fills "params", as the group names its parameters.
-    arguments = [[] if name == "params" else group.get(name, []) for name in names]
-    make = getattr(type(optimizer), "_init_group", None)  # not what stands in for it in a step
-    result = None if make is None else make(optimizer, group, *arguments)
-    return lists_of_init_group(optimizer, arguments), result
-
-
-def lists_of_init_group(
-    optimizer: torch.optim.Optimizer, arguments: Sequence[Any]
-) -> dict[str, list[Any]]:
-    """Return the lists among what ``_init_group`` was called with, by name."""
-    names = init_group_arguments(optimizer)
-    pairs = zip(names, arguments, strict=True)
-    return {name: value for name, value in pairs if isinstance(value, list)}
-
-
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return ``optimizer.step`` without the hooks that run before and after it."""
-    # Optimizer.profile_hook_step puts them around the step of the class, and marks it `hooked`:
-    # https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
-    step: Any = type(optimizer).step
-    return functools.partial(step.__wrapped__ if hasattr(step, "hooked") else step, optimizer)
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` calls the hooks of :func:`register_optimizer_step_pre_hook`."""
+    # Optimizer.__init__ puts them around the step of the class, and marks it `hooked`.
+    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 # The code of what stands around every step: one object for all classes.
@@ -196,22 +186,6 @@ def copy_all(targets: list[Any], sources: list[Any]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-@functools.cache
-def fused_sgd_skips_half() -> bool:
-    """Whether fused SGD on the CPU leaves bfloat16 and float16 parameters as they are."""
-    # Up to 2.13 its kernel computes a whole vector of elements and does not store it.
-    # https://github.com/pytorch/pytorch/issues/191763
-
-    def parameter_moves() -> bool:
-        parameter = torch.zeros(64, dtype=torch.bfloat16, device="cpu")
-        options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "lr": 1.0}
-        options |= {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-        torch._fused_sgd_([parameter], [torch.ones_like(parameter)], [], **options)
-        return bool(parameter.all())
-
-    return not call_unseen(parameter_moves)
-
-
 def close_checkpoints(exception: BaseException | None) -> None:
     """Leave the scopes that ``checkpoint`` has opened and, up to torch 2.11, not closed."""
     # They belong to a generator that is suspended while the checkpointed function runs. Its hooks
@@ -234,35 +208,6 @@ def call_while_tracing(function: Callable[[], int]) -> None:
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def wrap_step(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> None:
-    """Put ``wrap(step)`` between the hooks of ``optimizer.step()`` and the step itself, once."""
-    # Optimizer.profile_hook_step keeps the step in a cell, func, and reads it after the pre-hooks,
-    # so from a pre-hook it is changed for the call that runs too.
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L508
-    cell = _cell_of_step(type(optimizer))
-    if cell is not None and id(cell) not in _wrapped_cells:
-        _wrapped_cells[id(cell)] = cell, cell.cell_contents
-        cell.cell_contents = wrap(cell.cell_contents)
-
-
-def unwrap_steps() -> None:
-    """Take away what :func:`wrap_step` has put anywhere."""
-    while _wrapped_cells:
-        _, (cell, original) = _wrapped_cells.popitem()
-        cell.cell_contents = original
-
-
-_wrapped_cells: dict[int, tuple[CellType, Any]] = {}
-
-
-def _cell_of_step(kind: type) -> CellType | None:
-    step: Any = getattr(kind, "step", None)
-    names = getattr(getattr(step, "__code__", None), "co_freevars", ())
-    if not getattr(step, "hooked", False) or "func" not in names:
-        return None
-    return step.__closure__[names.index("func")]  # type: ignore[no-any-return]
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,12 +1,15 @@
-"""An optimizer's state, loaded to the parameters it belongs to.
+"""An optimizer's state, loaded to the parameters it belongs to, in the dtype that was saved.
 
-``Optimizer.load_state_dict`` goes by position, also where both sides carry names: with another
-order of the parameters, one gets the moments of another.
-https://github.com/pytorch/pytorch/blob/main/torch/optim/optimizer.py
+``Optimizer.load_state_dict`` goes by position, also if both sides carry names: with another
+order of the parameters, one gets the moments of another. It also casts each tensor to the dtype of
+its parameter.
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L774
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,11 +33,15 @@ def load_optimizer(
 ) -> Any:
     """Call ``call`` with the state in the order of the optimizer's parameters, wholly or not."""
     # A hook may change shapes, or the order, and names: torch's documentation shows one.
-    if not has_load_hooks(optimizer):
+    as_saved = not has_load_hooks(optimizer)
+    if as_saved:
         state = _by_name(optimizer, state)
     saved = OptimizerSnapshot(optimizer)
     try:
-        return call(state)
+        result = call(state)
+        if as_saved:
+            _keep_dtypes(optimizer, state)
+        return result  # noqa: TRY300  what raises above is undone
     except BaseException:
         # torch makes new dicts; a hook may have written to the old ones.
         roll_back(saved.restore)
@@ -139,7 +146,7 @@ def _expected_shape(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
 ) -> torch.Size | None:
     """Return the shape that a value of the state has to have; None where any is right."""
-    torchs = type(optimizer).__module__.startswith("torch.optim")
+    torchs = _steps_as_torch(optimizer)
     like_parameter = key in _LIKE_PARAMETER
     # What counts steps may be of any shape, and what an optimizer of the user's keeps may grow.
     if not isinstance(value, torch.Tensor) or not (like_parameter or (torchs and value.dim())):
@@ -148,3 +155,85 @@ def _expected_shape(
     if isinstance(own, torch.Tensor):
         return own.shape
     return parameter.shape if torchs and like_parameter else None
+
+
+# --- dtypes ----------------------------------------------------------------------------------
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Let tensors of the state, which was loaded, have the dtype in which they were saved."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    steps: dict[Any, bool] = {}
+    for index, parameter in zip(indices, parameters, strict=True):
+        saved, loaded = state["state"].get(index), optimizer.state.get(parameter)
+        if not isinstance(saved, Mapping) or not isinstance(loaded, dict):
+            continue
+        # PyTorch's rule for step counters is its own: float32 on the device if they are fused.
+        kept = {k: _as_saved(saved[k], v) for k, v in loaded.items() if k in saved and k != "step"}
+        dtypes = (parameter.dtype, *((k, v.dtype) for k, v in kept.items() if _is_tensor(v)))
+        if all(kept[key] is loaded[key] for key in kept):
+            continue
+        if dtypes not in steps:
+            steps[dtypes] = _can_step(optimizer, parameter, {**loaded, **kept})
+        if steps[dtypes]:
+            loaded.update(kept)
+    if not all(steps.values()):
+        warn_user(
+            f"load_state_dict: {type(optimizer).__name__} of PyTorch can't step with the dtype in "
+            "which its state was saved, so the state was cast to the dtype of the parameters: "
+            "load it before you change that, or leave the state out"
+        )
+
+
+def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` is written in PyTorch, in a subclass of the program's too."""
+    return str(type(optimizer).step.__module__).startswith("torch.optim.")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """Return what was loaded, with tensors of another dtype as they were saved."""
+    if _is_tensor(saved) and _is_tensor(loaded) and saved.dtype != loaded.dtype:
+        return saved.to(loaded.device)
+    if type(loaded) is dict and isinstance(saved, Mapping) and loaded.keys() == saved.keys():
+        held = {key: _as_saved(saved[key], value) for key, value in loaded.items()}
+        return loaded if all(held[key] is loaded[key] for key in held) else held
+    if type(loaded) in {list, tuple} and type(saved) is type(loaded) and len(saved) == len(loaded):
+        items = [_as_saved(*pair) for pair in zip(saved, loaded, strict=True)]
+        same = all(one is other for one, other in zip(items, loaded, strict=True))
+        return loaded if same else type(loaded)(items)
+    return loaded
+
+
+def _can_step(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: dict[str, Any]
+) -> bool:
+    """Whether PyTorch's optimizer computes with these dtypes, tried on one number.
+
+    Its Adam does not multiply float32 moments with bfloat16 gradients, its SGD does. Whether an
+    optimizer of another library does, was known when it was saved.
+    """
+    kind: Any = type(optimizer)
+    if not _steps_as_torch(optimizer):
+        return True
+
+    def one(value: Any) -> Any:
+        like = _is_tensor(value) and value.shape == parameter.shape
+        # A copy of the rest, for the step counts in place.
+        return torch.zeros_like(value.flatten()[:1]) if like else copy.deepcopy(value)
+
+    number = torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
+    number.grad = torch.zeros_like(number)
+    names = inspect.signature(kind).parameters
+    try:
+        trial = kind([number], **{k: v for k, v in optimizer.defaults.items() if k in names})
+        trial.state[number] = {key: one(value) for key, value in entry.items()}
+        with torch.no_grad():
+            inspect.unwrap(kind.step)(trial)  # without the hooks of the program
+    except Exception:  # noqa: BLE001  it refuses, in whatever words
+        return False
+    return True

@@ -28,11 +28,10 @@ from torchguard.interop import numpy_memory
 from torchguard.rollback import overlap, recompute
 from torchguard.rollback.operation import guard_out
 from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
-from torchguard.transactions import hooks as optimizer_guard
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "checks", "load", "numpy", "optimizer", "out", "overlap",
+    "checks", "load", "numpy", "out", "overlap",
     "recompute", "resize", "save", "setitem", "slice_scatter", "verified",
 ]  # fmt: skip
 """The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
@@ -251,7 +250,6 @@ GUARDS: dict[str, Guard] = {
         Guard("save", lambda: _SAVE, _save_not_needed, in_modules=_SAVE_IN_PACKAGES),
         Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
         _of_room("numpy", numpy_memory),
-        _of_room("optimizer", optimizer_guard),
         _of_room("recompute", recompute),
     )
 }

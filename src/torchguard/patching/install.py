@@ -107,11 +107,6 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         ``"load"``: ``torch.load`` says what is wrong with a file, as ``load()`` does, and
         ``load_state_dict`` of modules and optimizers loads whole or not at all. Tied parameters
         stay tied, in ``Module.to_empty`` too. ``dcp.load`` compares first, as ``load_sharded``.
-        ``"optimizer"``: an optimizer's ``step()`` that raises has changed nothing. Fused kernels
-        are called with state that is made and checked before; for any other step the parameters
-        and the state are copied, where half of the free memory is enough for it.
-        Fused kernels on the CPU get copies of what they misread: other layouts of gradients and
-        state, and half precision in SGD.
         ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
         first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
         ``"checks"``: an index, a label, a divisor or a probability that is out of range raises,

@@ -44,6 +44,8 @@ def walk(roots: Iterable[Any], into: Callable[[Any], bool] | None = None) -> Ite
             continue
         seen.add(id(node))
         yield node
+        if isinstance(node, Tensor):
+            continue
         inside = children(node)
         if inside is not None:
             waiting.extend(child for _, child in inside)
@@ -191,14 +193,6 @@ class Containers:
         elif self._into(node):
             return (vars(node),)
         return ()
-
-    def replaced(self) -> bool:
-        """Whether a dict holds other objects than it did, as one does that counts steps."""
-        return any(
-            isinstance(container, dict)
-            and not same_objects(list(container.values()), list(before.values()))
-            for container, before in self.copies
-        )
 
     def restore(self) -> None:
         """Restore every container and every tensor."""

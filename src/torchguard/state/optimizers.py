@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -102,8 +101,6 @@ class _StateContainers(Containers):
 
 
 _last_state: weakref.WeakKeyDictionary[Optimizer, _StateContainers] = weakref.WeakKeyDictionary()
-forget_states: Callable[[], None] = _last_state.clear
-"""Let go of the last snapshot of each optimizer's state."""
 
 
 def _state_of(optimizer: Optimizer) -> _StateContainers:

@@ -33,7 +33,7 @@ from torchguard._torch import (
     without_dispatch_modes,
     without_torch_function,
 )
-from torchguard._torch.optimizers import call_unseen, copy_all, versions_of
+from torchguard._torch.optimizers import call_unseen, copy_all, same_tensors, versions_of
 from torchguard.state.interrupts import warn_if_refused
 
 # PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
@@ -385,11 +385,22 @@ class Elements:
     """
 
     def __init__(self, tensors: Iterable[Tensor], reuse: Elements | None = None) -> None:
-        self.plain, others = parted(tensors, is_plain)
+        self._given = list(tensors)
+        self.plain: list[Tensor]
+        self.others: list[Snapshot]
+        if reuse is not None and reuse._is_of(self._given):
+            self.plain, others = reuse.plain, [saved.tensor for saved in reuse.others]
+        else:
+            self.plain, others = parted(self._given, is_plain)
+        self._layouts = _layouts(self.plain)
         self.others = [capture(each, data=True) for each in others]
         self.versions = versions_of(self.plain)
         kept = {} if reuse is None else dict(zip(map(id, reuse.plain), reuse.copies, strict=True))
         self.copies: list[Tensor] = call_unseen(_copied, self.plain, kept)
+
+    def _is_of(self, tensors: list[Tensor]) -> bool:
+        """Whether this is of the same tensors in the same layouts: to part them takes longer."""
+        return same_tensors(tensors, self._given) and _layouts(self.plain) == self._layouts
 
     def restore(self) -> None:
         """Write the elements into the same tensors, and restore their version counters."""
@@ -405,6 +416,10 @@ class Elements:
     def differ(self) -> int:
         """Return how many of the tensors have other bits than their copies; a NaN equals itself."""
         return call_unseen(_count_other_bits, self.plain, self.copies)  # type: ignore[no-any-return]
+
+
+def _layouts(tensors: list[Tensor]) -> list[Any]:
+    return [(each.dtype, each.shape, each.stride()) for each in tensors]
 
 
 def _copied(tensors: list[Tensor], kept: dict[int, Tensor]) -> list[Tensor]:

@@ -11,18 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchguard._public import public
+from torchguard._torch.optimizers import has_step_hooks
+from torchguard.transactions.block import Guarded
 from torchguard.transactions.optimizer_step import NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.state import TrainingState
 from torchguard.transactions.step import Transaction
 
-_MISSING: Any = object()
-
 
 @public
 def transaction(
     model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | Iterable[Optimizer] = _MISSING,
+    optimizer: Optimizer | Iterable[Optimizer],
     scaler: Any = None,
     scheduler: Any = None,
     *,
@@ -31,17 +31,24 @@ def transaction(
     skip_nonfinite: bool = False,
     group: Any = None,
 ) -> Transaction:
-    """Make ``with step:`` blocks that leave the training as it was if they raise.
+    """Make ``with step:`` blocks that change nothing if they raise before the optimizer steps.
 
     Equals plain code on success: no bit, no gradient, no random number and no compiled graph
-    differs, but for fused steps that torch computes wrong (``fused-layout``, ``sgd-fused-half``
-    and ``sgd-fused-skip`` in the doctor's table), which are right while there is a transaction.
+    differs. If a block raises:
 
-    If the block raises, whatever it raises, everything is bit for bit as it was when the block
-    began, and the exception goes on, the very object: parameters, gradients, buffers, the
-    optimizer's state and options, scaler, schedulers, RNG states, ``training`` and
-    ``requires_grad``, attributes and hooks of modules. Once every optimizer has stepped the step
-    counts: an exception after that leaves a whole step, and carries a note that says so.
+    - before the first ``optimizer.step()`` begins, everything is bit for bit as it was when the
+      block began: parameters, gradients, buffers, the optimizer's state and options, scaler,
+      schedulers, RNG states, ``training`` and ``requires_grad``, attributes and hooks of modules;
+    - in ``optimizer.step()``, that is rolled back too, from copies that were made when it began
+      (``undo=``). State is made before the first parameter is written;
+    - after every optimizer has stepped, the step counts (``step.committed``). Gradients are
+      dropped, the scaler is updated, and a note on the exception names the schedulers that have
+      not stepped. Ctrl-C waits from the first step to the end of the block.
+
+    The exception goes on, the very object. ``step.run(loss_of, batch)`` does the whole step in the
+    right order: forward, backward, optimizers, scaler, schedulers, ``zero_grad``; your loop then
+    steps no scheduler. ``step.committed`` says whether the last block's step counts,
+    ``step.guarantee`` what holds for these optimizers, ``step.stats()`` what has happened so far.
 
     Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
     the block and not at its beginning, unless gradients accumulate over blocks.
@@ -54,12 +61,14 @@ def transaction(
         also: what else the step changes: modules (a teacher, whose parameters are then copied when
             a block begins), tensors, generators, and objects with ``state_dict`` and
             ``load_state_dict`` (an average of the weights); one, or several in a list.
-        undo: ``"auto"`` copies parameters and the optimizer's state when ``step()`` begins. They
-            are not copied where the last step is one call of fused kernels; of several optimizers
-            all but the last are copied. ``"copy"`` copies them when the block begins, for code
-            that writes parameters itself. ``"none"`` never copies them.
+        undo: when parameters and the optimizer's state are copied. ``"auto"``: when ``step()``
+            begins, unless it is a fused step (of several optimizers, the last one): a fused kernel
+            that raises leaves ``UnrecoverableStepError``. ``"copy"``: when the block begins, also
+            for code that writes parameters itself. ``"none"``: never. On a CPU the memory of the
+            copies is kept for the next step.
         skip_nonfinite: skip each step with a gradient (in ``run`` without ``group``: or a loss)
-            that is not finite, for bf16 training without a scaler.
+            that is not finite, for bf16 training without a scaler. The host waits for the device
+            once a step.
         group: the process group of DistributedDataParallel, True for the default one; a step is
             taken on all its ranks or on none, with :meth:`Transaction.run`.
 
@@ -67,13 +76,14 @@ def transaction(
         A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
 
     Raises:
-        TypeError: an argument is of another type, or an optimizer or a module that a step can't
-            be undone with (LBFGS, FSDP, an optimizer that steps inside backward).
+        TypeError: an argument is of another type, or an optimizer or a module whose step can't be
+            seen or rolled back (LBFGS, FSDP, an optimizer that steps inside backward, one that does
+            not call the hooks of ``torch.optim``).
         ValueError: ``undo`` is none of the three, a parameter is not initialised yet, an optimizer
             has no parameter of the model, ``skip_nonfinite`` comes with a GradScaler, or ``group``
             with a model that it can't average.
-        UnrecoverableStepError: raised by the block, from the original exception, where a step can
-            be neither undone nor finished.
+        UnrecoverableStepError: raised by the block, from the original exception, if a step can't
+            be rolled back: load a checkpoint.
 
     Upstream: https://github.com/pytorch/pytorch/issues/64636,
     https://github.com/pytorch/pytorch/issues/10615
@@ -91,11 +101,6 @@ def transaction(
         ...     print(model.weight.grad)
         None
     """
-    if optimizer is _MISSING:
-        raise TypeError(
-            "transaction: optimizer is missing, expected transaction(model, optimizer): "
-            "step = torchguard.transaction(model, optimizer)"
-        )
     models = _several(
         "model", model, lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"
     )
@@ -124,6 +129,13 @@ def transaction(
         _refuse_model(each)
     own = {id(parameter) for each in models for parameter in each.parameters()}
     for each in optimizers:
+        if not has_step_hooks(each):
+            name = type(each).__name__
+            raise TypeError(
+                f"transaction: {name}.step() calls no hooks of torch.optim, so its steps can't be "
+                f"seen: call super().__init__(params, defaults) in {name}.__init__, and do not "
+                "replace step on the class"
+            )
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError(
                 "transaction: LBFGS runs forward and backward many times inside step(), so there "
@@ -148,12 +160,14 @@ def transaction(
     )
     others = (*scalers, *schedulers)
     return Transaction(
-        TrainingState(tuple(models), tuple(optimizers), others, tuple(also)),
-        undo=undo,
-        scaler=scaler,
-        schedulers=schedulers,
-        gate=NonfiniteGate() if skip_nonfinite else None,
-        ranks=None if group is None else Ranks(models, group),
+        Guarded(
+            TrainingState(tuple(models), tuple(optimizers), others, tuple(also)),
+            undo=undo,
+            scaler=scaler,
+            schedulers=schedulers,
+            gate=NonfiniteGate() if skip_nonfinite else None,
+            ranks=None if group is None else Ranks(models, group),
+        )
     )
 
 

@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
+from torchguard._torch.optimizers import versions_of
 from torchguard.errors import UnrecoverableStepError
-from torchguard.transactions.optimizer_step import with_causes
+from torchguard.transactions.block import Guarded, with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ Retry = Literal["halve"]
 
 def run(
     step: Transaction,
+    guarded: Guarded,
     loss_of: Callable[[Any], torch.Tensor],
     batch: Any,
     *,
@@ -40,11 +42,12 @@ def run(
     before_step: Callable[[], Any] | None,
 ) -> torch.Tensor:
     """Do what ``Transaction.run`` says."""
-    _check(step, retry)
+    _check(guarded, retry, before_step)
+    ranks = guarded.ranks
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
 
     def may_halve(error: BaseException) -> bool:
-        # The text of an undo that failed may be one of memory.
+        # The text of a rollback that failed may be one of memory.
         was_undone = not isinstance(error, UnrecoverableStepError)
         return retry is not None and size > 1 and was_undone and is_out_of_memory(error)
 
@@ -52,7 +55,7 @@ def run(
         return OUT_OF_MEMORY if may_halve(error) else FAILED
 
     while True:
-        together = contextlib.nullcontext() if step.ranks is None else step.ranks.attempt(code_of)
+        together = contextlib.nullcontext() if ranks is None else ranks.attempt(code_of)
         try:
             with together:
                 parts: Iterable[tuple[Any, float]] = [(batch, 1.0)]
@@ -61,12 +64,12 @@ def run(
                     size = min(size or step.part_size or samples, samples)
                     parts = _parts(batch, samples, size)
                 with step:
-                    loss = _train(step, loss_of, parts, before_step)
+                    loss = _train(guarded, loss_of, parts, before_step)
         except BaseException as error:
-            if step.ranks is None:
+            if ranks is None:
                 again = may_halve(error) and not step.committed
             else:
-                again = step.ranks.run_again(error)
+                again = ranks.run_again(error)
             if not again:
                 raise
             _clear_frames(error)
@@ -87,76 +90,111 @@ def run(
 
 
 def _train(
-    step: Transaction,
+    guarded: Guarded,
     loss_of: Callable[[Any], torch.Tensor],
     parts: Iterable[tuple[Any, float]],
     before_step: Callable[[], Any] | None,
 ) -> torch.Tensor:
     """Run forward, backward and step, as a plain loop does; return the mean loss, detached."""
-    if step.ranks is None:
-        loss = _backward(step, loss_of, parts)
-        if step.gate is not None:
-            step.gate.loss = loss.detach()
+    if guarded.ranks is None:
+        loss = _backward(guarded, loss_of, parts)
+        if guarded.gate is not None:
+            guarded.gate.loss = loss.detach()
     else:
-        with step.ranks.without_communication():
-            loss = _backward(step, loss_of, parts)
-        step.ranks.average()
+        with guarded.ranks.without_communication():
+            loss = _backward(guarded, loss_of, parts)
+        guarded.ranks.average()
     if before_step is not None:
-        if step.scaler is not None:  # without before_step, a fused step unscales in its kernel
-            for optimizer in step.optimizers:
-                step.scaler.unscale_(optimizer)
+        if guarded.scaler is not None:  # without before_step, a fused step unscales in its kernel
+            for optimizer in guarded.training.optimizers:
+                guarded.scaler.unscale_(optimizer)
         before_step()
-    _update(step)
+    _update(guarded)
     return loss
 
 
-def _update(step: Transaction) -> None:
-    for optimizer in step.optimizers:
-        if step.scaler is None:
+def _update(guarded: Guarded) -> None:
+    scaler, optimizers = guarded.scaler, guarded.training.optimizers
+    for optimizer in optimizers:
+        if scaler is None:
             optimizer.step()
         else:
-            step.scaler.step(optimizer)
-    if step.ranks is not None:
-        step.ranks.agree_to_commit()  # GradScaler may have called no step()
-    if step.scaler is not None:
-        step.scaler.update()
-    for scheduler in step.schedulers:
+            scaler.step(optimizer)
+    if guarded.ranks is not None:
+        guarded.ranks.agree_to_commit()  # GradScaler may have called no step()
+    if scaler is not None:
+        scaler.update()
+    for scheduler in guarded.schedulers:
+        _warn_of_second_step(guarded, scheduler)
         scheduler.step()
-    for optimizer in step.optimizers:
+        guarded.epochs[id(scheduler)] = getattr(scheduler, "last_epoch", None)
+    for optimizer in optimizers:
         optimizer.zero_grad()
 
 
+def _warn_of_second_step(guarded: Guarded, scheduler: Any) -> None:
+    """Warn, once, if the loop has stepped a scheduler since :func:`run` did."""
+    last = guarded.epochs.get(id(scheduler))
+    if last is not None and scheduler.last_epoch == last + 1 and not guarded.warned:
+        guarded.warned = True
+        warnings.warn(
+            f"step.run() steps {type(scheduler).__name__}, and your loop has stepped it too: the "
+            "learning rate changes twice in each step. Leave out your scheduler.step()",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
 def _backward(
-    step: Transaction,
+    guarded: Guarded,
     loss_of: Callable[[Any], torch.Tensor],
     parts: Iterable[tuple[Any, float]],
 ) -> torch.Tensor:
     total: torch.Tensor | None = None
     for part, share in parts:
+        before = None if guarded.loss_is_known else _gradients(guarded)
         loss = loss_of(part)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise TypeError(f"run: loss_of(part) returned {shown}, expected a tensor of one number")
+        if before is not None and before != _gradients(guarded):
+            raise TypeError(
+                "run: loss_of has called backward() itself, and run() calls it too: return the "
+                "loss, and leave out loss.backward()"
+            )
+        guarded.loss_is_known = True
         if share != 1.0:  # the whole batch in one part: not one operator more than plain code
             loss = loss * share
-        (loss if step.scaler is None else step.scaler.scale(loss)).backward()
+        (loss if guarded.scaler is None else guarded.scaler.scale(loss)).backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None  # a batch has at least one part
     return total
 
 
-def _check(step: Transaction, retry: object) -> None:
+def _gradients(guarded: Guarded) -> list[tuple[int, int | None]]:
+    """Return something that changes when a gradient is written."""
+    parameters = [p for group in guarded.training.groups() for p in group]
+    present = [each.grad for each in parameters if each.grad is not None]
+    return list(zip(map(id, present), versions_of(present), strict=True))
+
+
+def _check(guarded: Guarded, retry: object, before_step: object) -> None:
     if retry not in {None, *get_args(Retry)}:
         raise ValueError(f"run: retry is {retry!r}, expected 'halve' or None")
-    for scheduler in step.schedulers:
+    if before_step is not None and not callable(before_step):
+        raise TypeError(
+            f"run: before_step is of type {type(before_step).__name__}, expected a function: "
+            "write before_step=clip, without parentheses"
+        )
+    for scheduler in guarded.schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "
                 "metric; pass it as transaction(..., also=(scheduler,)) and step it yourself"
             )
 
-    if step.ranks is None and any(
-        isinstance(m, DistributedDataParallel) for m in step.training.modules
+    if guarded.ranks is None and any(
+        isinstance(m, DistributedDataParallel) for m in guarded.training.modules
     ):
         raise ValueError(
             "run: with DistributedDataParallel pass transaction(..., group=True): a rank that "

@@ -239,9 +239,8 @@ def training() -> None:
         optimizer.zero_grad()
     loss = step.run(lambda x: module(x).mean(), torch.ones(4, 2), retry="halve")
     assert_type(loss, torch.Tensor)
-    for run in step.replay(2):
-        assert_type(run, int)
     assert_type(step.guarantee, str)
+    assert_type(step.committed, bool)
     assert_type(step.stats(), torchguard.TransactionStats)
     if torch.distributed.is_initialized():
         agree: torchguard.Replicas = torchguard.replicas_agree(module, optimizer, every=10)
@@ -258,9 +257,9 @@ def errors() -> None:
         torchguard.InconsistentTensorError, torchguard.PaddingLeakError,
         torchguard.DamagedFileError, torchguard.UnrecoverableStepError,
         torchguard.errors.MiscompilationError, torchguard.errors.NonResizableStorageError,
-        torchguard.errors.OptimizerStateError, torchguard.errors.PatchConflictError,
+        torchguard.errors.PatchConflictError,
         torchguard.errors.PeerFailedError, torchguard.errors.ReadOnlyMemoryError,
-        torchguard.errors.RecompileError, torchguard.errors.ReplayMismatchError,
+        torchguard.errors.RecompileError,
         torchguard.errors.SaveError, torchguard.errors.SharedViewError,
     )  # fmt: skip
     warning: type[UserWarning] = torchguard.MiscompilationWarning

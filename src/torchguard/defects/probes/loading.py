@@ -66,6 +66,28 @@ def tied_assign() -> str | None:
 
 
 @memory_defect(
+    "Optimizer.load_state_dict casts float32 moments of bfloat16 parameters to bfloat16",
+    guards=("load",),
+    advice="After load_state_dict, copy the saved tensors into optimizer.state[parameter] again.",
+    limits="Adam and others that PyTorch can't step with such moments: cast, with a warning.",
+)
+def optimizer_state_dtype() -> str | None:
+    """Load a momentum that was kept in float32; SGD and optimizers of other packages use it so.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L801
+    """
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    saved, loaded = (torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for _ in range(2))
+    momentum = torch.full((2,), 1 / 3)
+    saved.state[parameter]["momentum_buffer"] = momentum
+    loaded.load_state_dict(saved.state_dict())
+    found = loaded.state[parameter]["momentum_buffer"]
+    if torch.equal(found, momentum):
+        return None
+    return f"a float32 moment of {momentum[0]:.6f} is {found[0].item():.6f} in bfloat16"
+
+
+@memory_defect(
     "Optimizer.load_state_dict goes by position though both sides have names: other moments",
     guards=("load",),
     advice="Make the optimizer from the parameters in the order in which they were when saved.",

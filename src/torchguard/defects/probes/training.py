@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +15,6 @@ from torch.optim import SGD, Adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard.defects.probes import issues, memory_defect
-
-_optimizer_defect = partial(memory_defect, guards=("optimizer",))
 
 
 class _Adam(Adam):
@@ -32,6 +29,21 @@ class _Adam(Adam):
 class _SGD(SGD):
     add_param_group = inspect.unwrap(SGD.add_param_group)
     step = torch.no_grad()(inspect.unwrap(SGD.step))
+
+
+_Protect = Callable[[list[nn.Module], list[Any], Any], contextlib.AbstractContextManager[Any]]
+
+
+def _plain(*_: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def _in_transaction(
+    modules: list[nn.Module], optimizers: list[Any], scaler: Any
+) -> contextlib.AbstractContextManager[Any]:
+    from torchguard.transactions.api import transaction  # noqa: PLC0415  used where it guards
+
+    return transaction(modules, optimizers, scaler)
 
 
 def _parameter(values: Tensor, gradient: Tensor) -> Parameter:
@@ -60,17 +72,11 @@ class _FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@_optimizer_defect(
-    "an optimizer step that raises midway has updated part of the parameters and moments",
-    advice="After a caught exception in step(), reload the model and the optimizer from a "
-    "checkpoint instead of stepping again.",
-)
-def optimizer_partial() -> str | None:
-    """Step over a sound parameter, then one whose rows share memory, which can't be written."""
+def _partial(protect: _Protect) -> str | None:
     sound, unwritable = torch.zeros(3), torch.zeros(1).expand(3)
     parameters = [_parameter(each, torch.ones(3)) for each in (sound, unwritable)]
     optimizer = _Adam(parameters, lr=1.0)
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError), protect([], [optimizer], None):
         optimizer.step()
         return None
     moved = sum(bool(parameter.detach().any()) for parameter in parameters)
@@ -79,40 +85,51 @@ def optimizer_partial() -> str | None:
     return seen if moved or counted else None
 
 
+@memory_defect(
+    "an optimizer step that raises midway has updated part of the parameters and moments",
+    guards=("transaction",),
+    guarded_probe=lambda: _partial(_in_transaction),
+    advice="After a caught exception in step(), reload the model and the optimizer from a "
+    "checkpoint instead of stepping again.",
+    limits="A fused step is not copied; if it raises, the error says so: undo='copy'.",
+)
+def optimizer_partial() -> str | None:
+    """Step over a sound parameter, then one whose rows share memory, which can't be written."""
+    return _partial(_plain)
+
+
 _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 
 
-@_optimizer_defect(
-    "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
-    advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
-    "parameter, or leave fused off on CPU.",
-)
-def optimizer_state_shape() -> str | None:
-    """Resume with moments of the old size, each followed by memory that can be watched."""
+def _write_past_moments(load: Callable[[Any, Any], Any]) -> str | None:
     memory = {name: torch.zeros(_NEW) for name in ("exp_avg", "exp_avg_sq")}
     moments = {name: whole[:_OLD] for name, whole in memory.items()}
     with contextlib.suppress(RuntimeError, ValueError):
         optimizer = _Adam([_parameter(torch.zeros(_NEW), torch.ones(_NEW))], fused=True)
         state = {0: {"step": torch.tensor(1.0), **moments}}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        load(optimizer, {**optimizer.state_dict(), "state": state})
         optimizer.step()
     spoiled = sum(int(torch.count_nonzero(whole[_OLD:])) for whole in memory.values())
     return f"step() wrote {spoiled} floats past the end of its moments" if spoiled else None
 
 
-@_optimizer_defect(
-    "a first step() that raises while it makes the state leaves half of it for ever",
-    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
+@memory_defect(
+    "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
+    guards=("load",),
+    guarded_probe=lambda: _write_past_moments(torch.optim.Optimizer.load_state_dict),
+    advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
+    "parameter, or leave fused off on CPU.",
+    limits="Moments that code puts into optimizer.state itself are not compared.",
 )
-def optimizer_init_partial() -> str | None:
-    """Let the first step run out of memory while it makes the state, then step again.
+def optimizer_state_shape() -> str | None:
+    """Resume with moments of the old size, each followed by memory that can be watched."""
+    return _write_past_moments(_Adam.load_state_dict)
 
-    Adam makes only a state that is empty: with ``step`` and ``exp_avg`` in it, no ``exp_avg_sq``.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
-    """
+
+def _init_partial(protect: _Protect) -> str | None:
     parameter = _parameter(torch.zeros(3), torch.ones(3))
     optimizer = _Adam([parameter], lr=1.0)
-    with contextlib.suppress(RuntimeError), _FailAt("zeros_like"):
+    with contextlib.suppress(RuntimeError), protect([], [optimizer], None), _FailAt("zeros_like"):
         optimizer.step()
     held = ", ".join(optimizer.state.get(parameter, {}))
     try:
@@ -122,21 +139,26 @@ def optimizer_init_partial() -> str | None:
     return None
 
 
-@_optimizer_defect(
-    "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
-    advice="After a first scale() that raised, make a new GradScaler.",
+@memory_defect(
+    "a first step() that raises while it makes the state leaves half of it for ever",
+    guards=("transaction",),
+    guarded_probe=lambda: _init_partial(_in_transaction),
+    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
 )
-def scaler_init_partial() -> str | None:
-    """Let GradScaler run out of memory between its two tensors, then train a step.
+def optimizer_init_partial() -> str | None:
+    """Let the first step run out of memory while it makes the state, then step again.
 
-    ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
-    makes neither where ``_scale`` is there.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
+    Adam makes only a state that is empty: with ``step`` and ``exp_avg`` in it, no ``exp_avg_sq``.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
     """
+    return _init_partial(_plain)
+
+
+def _scaler_init_partial(protect: _Protect) -> str | None:
     scaler = torch.amp.GradScaler("cpu")
     weight = Parameter(torch.ones(1))
     optimizer = _held_by_an_optimizer(weight)
-    with contextlib.suppress(RuntimeError), _FailAt("full"):
+    with contextlib.suppress(RuntimeError), protect([], [], scaler), _FailAt("full"):
         scaler.scale(torch.ones(1))
     try:
         scaler.scale(weight.sum()).backward()
@@ -146,10 +168,25 @@ def scaler_init_partial() -> str | None:
     return None
 
 
-@_optimizer_defect(
+@memory_defect(
+    "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
+    guards=("transaction",),
+    guarded_probe=lambda: _scaler_init_partial(_in_transaction),
+    advice="After a first scale() that raised, make a new GradScaler.",
+)
+def scaler_init_partial() -> str | None:
+    """Let GradScaler run out of memory between its two tensors, then train a step.
+
+    ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
+    makes neither where ``_scale`` is there.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
+    """
+    return _scaler_init_partial(_plain)
+
+
+@memory_defect(
     "SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
-    advice="With a GradScaler leave fused off for SGD with momentum.",
-    limits="With dampening the buffers are as torch makes them.",
+    advice="With a GradScaler use SGD(foreach=True).",
 )
 def sgd_fused_skip() -> str | None:
     """Skip the first step of a fused SGD with momentum, as GradScaler does after an overflow.
@@ -172,10 +209,9 @@ def sgd_fused_skip() -> str | None:
     return f"{moved} of 64 weights with zero gradient moved after a skipped step" if moved else None
 
 
-@_optimizer_defect(
+@memory_defect(
     "fused optimizers on CPU misread gradients that are expanded or transposed",
-    advice="Set p.grad to a contiguous tensor (g.contiguous()), or leave fused off on CPU.",
-    limits="A step that torch.compile has compiled is as torch makes it.",
+    advice="On a CPU use foreach=True, or set p.grad to a contiguous tensor (g.contiguous()).",
 )
 def fused_layout() -> str | None:
     """Step over an expanded gradient and over a transposed one: the kernels look at no strides.
@@ -195,11 +231,10 @@ def fused_layout() -> str | None:
     return f"weights updated wrongly: {', '.join(wrong)}" if wrong else None
 
 
-@_optimizer_defect(
+@memory_defect(
     "SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
     upstream=issues(191763),
-    advice="Leave fused off for SGD on CPU with parameters in bfloat16 or float16.",
-    limits="A step that torch.compile has compiled is as torch makes it.",
+    advice="On a CPU use SGD(foreach=True) for parameters in bfloat16 or float16.",
 )
 def sgd_fused_half() -> str | None:
     """Step over bfloat16 weights: the kernel does not store whole vectors that it has computed."""
@@ -217,21 +252,10 @@ def _run_out_of_memory(_gradient: Tensor) -> None:
     torch.empty(2**50)  # 4 PiB: no machine has them
 
 
-_Protect = Callable[[list[nn.Module], list[Parameter], Any], contextlib.AbstractContextManager[Any]]
-
-
-def _in_transaction(
-    modules: list[nn.Module], parameters: list[Parameter], scaler: Any
-) -> contextlib.AbstractContextManager[Any]:
-    from torchguard.transactions.api import transaction  # noqa: PLC0415  used where it guards
-
-    return transaction(modules, SGD(parameters), scaler)
-
-
 def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
     """Return the gradient of the last bias and BatchNorm's count after a failure and a retry."""
     norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
-    step = protect([norm, last], [*norm.parameters(), *last.parameters()], None)
+    step = protect([norm, last], [SGD([*norm.parameters(), *last.parameters()])], None)
     for memory_runs_out in (True, False):
         inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
         if memory_runs_out:
@@ -250,7 +274,7 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
     weight = Parameter(torch.ones(1))
     optimizer = _held_by_an_optimizer(weight)
     scaler = torch.amp.GradScaler("cpu")
-    step = protect([], [weight], scaler)
+    step = protect([], [SGD([weight])], scaler)
     refused = False
     for _ in range(2):
         weight.grad = None
@@ -285,7 +309,7 @@ def _retry(protect: _Protect) -> str | None:
 )
 def oom_retry() -> str | None:
     """Let a backward run out of memory once, repeat the step and look at what is different."""
-    return _retry(lambda *_: contextlib.nullcontext())
+    return _retry(_plain)
 
 
 @memory_defect(

@@ -1,0 +1,383 @@
+"""An open block of a transaction, and the hooks by which optimizers tell it that they step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchguard._torch import patch
+from torchguard._torch.optimizers import (
+    call_while_tracing,
+    per_optimizer_states,
+    scale_version,
+    step_is_nested,
+)
+from torchguard.rollback import open_steps
+from torchguard.state.interrupts import DeferredSignals, failures_in, roll_back
+from torchguard.state.modes import ThreadModes
+from torchguard.state.tensors import Elements
+from torchguard.transactions.optimizer_step import (
+    NonfiniteGate,
+    OptimizerStep,
+    Undo,
+    is_of_torch,
+    steps_fused,
+)
+from torchguard.transactions.ranks import Ranks
+from torchguard.transactions.state import BufferCopies, TrainingState
+
+
+class Guarded:
+    """What a transaction answers for, and what one block leaves to the next."""
+
+    def __init__(
+        self,
+        training: TrainingState,
+        *,
+        undo: Undo,
+        scaler: Any,
+        schedulers: Iterable[Any],
+        gate: NonfiniteGate | None,
+        ranks: Ranks | None,
+    ) -> None:
+        self.training = training
+        self.undo = undo
+        self.scaler = scaler
+        self.schedulers = tuple(schedulers)
+        self.gate = gate
+        self.ranks = ranks
+        self.kept: dict[Optimizer, Elements] = {}
+        """Copies of an optimizer's last step, whose memory the next one uses again."""
+        self.accumulation: BufferCopies | None = None
+        """Those of the first block since the last step, for ``skip_nonfinite``."""
+        self.loss_is_known = False
+        """Whether ``run`` knows that the loss function does not call ``backward()``."""
+        self.epochs: dict[int, int | None] = {}
+        """Where ``run`` has left each scheduler, by its id."""
+        self.warned = False
+        """Whether ``run`` has warned that the loop steps a scheduler, too."""
+
+
+class Block:
+    """One ``with`` statement: the training before it, and what its optimizers have done."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self.guarded = guarded
+        self.modes = ThreadModes.capture()
+        parameters = guarded.undo == "copy" or (_compiled and guarded.undo == "auto")
+        self.snapshot = guarded.training.capture(parameters=parameters)
+        self.changed: dict[str, int] | None = None
+        """What a rollback has found changed, by kind."""
+        self._scale = scale_version(guarded.scaler)
+        self._scale_at_step = self._scale
+        self._epochs = [getattr(each, "last_epoch", None) for each in guarded.schedulers]
+        self._stepped: list[OptimizerStep] = []
+        self._pending: OptimizerStep | None = None
+        self._foreign: str | None = None
+        self._signals: DeferredSignals | None = None
+        """Those that wait from the first step to the end of the block."""
+
+    def open(self) -> None:
+        """Let optimizers call this block."""
+        open_steps.threads[id(self)] = threading.get_ident()
+        opened.append(self)
+
+    # What the hooks of optimizers call.
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Prepare a step, so that it can be rolled back; return its arguments."""
+        guarded = self.guarded
+        if optimizer not in guarded.training.optimizers:
+            self._note_unknown_optimizer(optimizer)
+            return args, kwargs
+        if self._pending is not None and step_is_nested(optimizer):
+            self._pending.is_nesting = True
+            return args, kwargs
+        self.settle(None)  # what the last step raised was caught inside the block
+        if self._signals is None:
+            self._signals = DeferredSignals(at_most=1)
+        with_closure = len(args) > 1 or bool(kwargs)
+        if guarded.gate is not None:
+            args, kwargs = guarded.gate.before_or_in_closure(optimizer, args, kwargs)
+        last = self._is_last(optimizer)
+        if guarded.undo == "auto":
+            copies = with_closure or not last or not steps_fused(optimizer)
+        else:
+            copies = guarded.undo == "copy"
+        reuse = guarded.kept.pop(optimizer, None)
+        pending = OptimizerStep(optimizer, copies=copies, reuse=reuse)
+        if guarded.ranks is not None and last and not copies:
+            guarded.ranks.agree_to_commit()
+        self._pending = pending
+        return args, kwargs
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        pending, guarded = self._pending, self.guarded
+        if pending is None or pending.optimizer is not optimizer:
+            return
+        if pending.is_nesting and step_is_nested(optimizer):
+            return
+        if guarded.ranks is not None and self._is_last(optimizer):
+            guarded.ranks.agree_to_commit()  # if it raises, the step is rolled back
+        if guarded.gate is not None:
+            if guarded.gate.taken_away:
+                if not is_of_torch(optimizer):
+                    roll_back(pending.undo)  # another library's may count the step
+                self._first_buffers().restore()
+            guarded.gate.restore_gradients()
+        self._pending = None
+        self._stepped.append(pending)
+        self._scale_at_step = scale_version(guarded.scaler)
+        # Autocast keeps its cast of a weight by the weight, whatever its version.
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
+        torch.clear_autocast_cache()
+
+    def _first_buffers(self) -> BufferCopies:
+        """Return the buffers as they were when the gradients of this step began."""
+        began = self.guarded.accumulation
+        return began if began is not None and self.snapshot.has_gradients else self.snapshot.buffers
+
+    def _is_last(self, optimizer: Optimizer) -> bool:
+        stepped = {optimizer, *(each.optimizer for each in self._stepped)}
+        return stepped >= set(self.guarded.training.optimizers)
+
+    def _note_unknown_optimizer(self, optimizer: Optimizer) -> None:
+        training = self.guarded.training
+        own = {id(each) for group in training.groups() for each in group}
+        own |= {id(p) for module in training.modules for p in module.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self._foreign = (
+                f"{type(optimizer).__name__}, which the transaction was not given, has stepped "
+                "over its parameters: pass every optimizer to transaction()"
+            )
+
+    # The end of the block.
+
+    def settle(self, exception: BaseException | None) -> None:
+        """Roll back a step that has raised."""
+        # No hook of PyTorch is called for a step() that raises. A block that catches it goes on, so
+        # the next step, or the end of the block, comes upon it here.
+        if self.guarded.gate is not None:
+            self.guarded.gate.restore_gradients()
+        if self._pending is not None:
+            self._pending.fail(exception)
+        self._pending = None
+
+    def all_have_stepped(self) -> bool:
+        """Whether every optimizer has stepped."""
+        return bool(self._stepped) and self._is_last(self._stepped[-1].optimizer)
+
+    def counts(self) -> bool:
+        """Whether the step counts, of a block that did not raise.
+
+        A GradScaler calls no ``step()`` after an overflow: there it is ``update()`` that counts. Of
+        a step that is compiled the writes are seen.
+        """
+        guarded = self.guarded
+        return (
+            not guarded.training.optimizers
+            or self.all_have_stepped()
+            or scale_version(guarded.scaler) != self._scale
+            or (_compiled and self.snapshot.parameters_moved())
+        )
+
+    def note_accumulation(self) -> None:
+        """Keep the buffers of the first block whose gradients wait for a step in a later one."""
+        guarded = self.guarded
+        if guarded.gate is None or self._stepped:
+            guarded.accumulation = None
+        elif guarded.accumulation is None or not self.snapshot.has_gradients:
+            guarded.accumulation = self.snapshot.buffers
+
+    def roll_back(self) -> list[str]:
+        """Restore the training as it was when the block began; return what could not be."""
+        problems: list[str] = []
+        roll_back(self._roll_back, problems)
+        return problems
+
+    def _roll_back(self, problems: list[str]) -> None:
+        with contextlib.suppress(Exception):  # a number for stats() is not worth a rollback
+            self.changed = self.snapshot.changed()
+        with failures_in(problems):
+            for step in reversed(self._stepped):
+                if step.copies is None:
+                    name = type(step.optimizer).__name__
+                    problems.append(f"{name} has stepped, and undo='none' keeps no copies")
+                _attempt(step.undo, problems)
+            if self._foreign is not None:
+                problems.append(self._foreign)
+            elif self.guarded.undo != "none" and self.snapshot.written():
+                problems.append(
+                    "the block wrote parameters outside of optimizer.step(), and undo='auto' "
+                    "copies them only there: use undo='copy'"
+                )
+            for undo in self.snapshot.undos():
+                _attempt(undo, problems)
+
+    def finish_step(self, exception: BaseException | None) -> str:
+        """Complete a step that counts though its block raised; return a note for the exception."""
+        notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
+        guarded = self.guarded
+        times = Counter(each.optimizer for each in self._stepped)
+        for optimizer in guarded.training.optimizers:
+            if times[optimizer] > 1:
+                name = type(optimizer).__name__
+                notes.append(f"{name} had stepped {times[optimizer]} times, and all of these stay")
+            # What scaler.step() hands to a fused optimizer, and deletes at its end: a scale that
+            # stays is multiplied with the next one.
+            now, before = vars(optimizer), self.snapshot.optimizers[id(optimizer)].attributes
+            for name in ("grad_scale", "found_inf"):
+                now.pop(name, None)
+                now.update({name: before[name]} if name in before else {})
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        notes.append("its gradients are dropped")
+        states = per_optimizer_states(guarded.scaler)
+        if states:
+            notes.append(_update(guarded.scaler, states, scale_before=self._scale_at_step))
+        notes += [
+            f"{type(scheduler).__name__} has not stepped, call its step()"
+            for scheduler, epoch in zip(guarded.schedulers, self._epochs, strict=True)
+            if getattr(scheduler, "last_epoch", None) == epoch or _raised_in(exception, scheduler)
+        ]
+        return "; ".join(notes)
+
+    def close(self) -> None:
+        """Let go of everything; a signal that was deferred arrives now."""
+        guarded = self.guarded
+        if guarded.gate is not None:
+            guarded.gate.restore_gradients()
+            guarded.gate.loss = None
+        for step in filter(None, (*self._stepped, self._pending)):
+            # On a CPU fresh memory is paged in anew; a GPU's allocator gives the same again.
+            if step.copies is not None and all(each.is_cpu for each in step.copies.plain):
+                guarded.kept[step.optimizer] = step.copies
+        self._stepped, self._pending = [], None
+        if self in opened:
+            opened.remove(self)
+        open_steps.threads.pop(id(self), None)
+        if self._signals is not None:
+            signals, self._signals = self._signals, None
+            signals.restore_handlers()
+
+
+def _attempt(undo: Callable[[], Any], problems: list[str]) -> None:
+    try:
+        undo()
+    except Exception as error:  # noqa: BLE001  collected: the rest has to be restored all the same
+        problems.append(f"{type(error).__name__}: {error}")
+
+
+def _update(scaler: Any, states: dict[int, Any], scale_before: int) -> str:
+    """Do what ``scaler.update()`` has not done, so that the next step finds the scaler ready."""
+    if scale_version(scaler) != scale_before:  # it raised after it had changed the scale
+        states.clear()
+        return "the scaler is updated"
+    try:
+        scaler.update()
+    except Exception as error:  # noqa: BLE001  the exception on its way is the one to see
+        states.clear()
+        return f"the scaler keeps its scale ({error})"
+    return "the scaler was updated"
+
+
+def _raised_in(exception: BaseException | None, owner: Any) -> bool:
+    """Whether an exception, or one that caused it, went through a method of an object."""
+    return any(
+        frame.f_locals.get("self") is owner
+        for each in with_causes(exception)
+        for frame, _ in traceback.walk_tb(each.__traceback__)
+    )
+
+
+def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
+    """Return an exception and all that caused it."""
+    found: dict[int, BaseException] = {}
+    waiting = [exception]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            waiting += [each.__cause__, each.__context__]
+    return found.values()
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+opened: list[Block] = []
+"""Blocks that are open, of all threads."""
+_alive: list[weakref.ref[Guarded]] = []
+_watching: list[Any] = []
+
+
+def watch(guarded: Guarded) -> None:
+    """Let optimizers call the blocks of a transaction as long as it lives."""
+    with patch.lock:  # other threads make transactions too, or collect their last one
+        _alive.append(weakref.ref(guarded, _forget))
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _forget(_: object) -> None:
+    # Python drops what a finalizer raises and does not call it again, so an interrupt in the middle
+    # would leave hooks for good. One before it leaves a dead reference, for the next.
+    signals = DeferredSignals()
+    try:
+        with patch.lock:
+            _alive[:] = [each for each in _alive if each() is not None]
+            while not _alive and _watching:
+                _watching.pop().remove()
+    finally:
+        signals.restore_handlers()
+
+
+_compiled = False
+"""Whether a compiled function has an optimizer's step in it."""
+
+
+def _note_compiled() -> int:
+    """Note that Dynamo traces a step: it will run without the hooks.
+
+    Called while tracing, so before the step: what it writes is copied now, and from the next block
+    on when the block begins.
+    """
+    global _compiled
+    _compiled = True
+    for block in tuple(opened):
+        block.snapshot.copy_parameters()
+    return 0
+
+
+call_while_tracing(_note_compiled)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if torch.compiler.is_compiling():
+        _note_compiled()
+        return None
+    for block in tuple(opened):
+        args, kwargs = block.before_step(optimizer, args, kwargs)
+    return args, kwargs
+
+
+# PyTorch calls this if the step has gone through; it has no hook for a step that raises.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for block in tuple(opened):
+            block.after_step(optimizer)

@@ -144,11 +144,12 @@ def _names_of_arguments(make: Callable[..., Any]) -> list[str]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step()`` calls the hooks of :func:`register_optimizer_step_pre_hook`."""
     # Optimizer.__init__ puts them around the step of the class, and marks it `hooked`.
-    return bool(getattr(type(optimizer).step, "hooked", False))
+    step: Any = type(optimizer).step
+    return getattr(step, "hooked", False) or getattr(step, "__code__", None) is _around_step
 
 
 # The code of what stands around every step: one object for all classes.
-_around_step = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+_around_step = private("optim.Optimizer.profile_hook_step", lambda f: f)(lambda *_: None).__code__
 
 
 def step_is_nested(optimizer: torch.optim.Optimizer) -> bool:

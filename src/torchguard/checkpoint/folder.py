@@ -30,6 +30,7 @@ from torchguard._files import (
 )
 from torchguard._public import public
 from torchguard.errors import SaveError
+from torchguard.state.open_steps import refuse_inside_step
 
 MARK = ".torchguard-checkpoint.json"
 """In each folder that is made here; one without it is never removed, counted or replaced."""
@@ -71,7 +72,8 @@ def checkpoint_folder(
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
             folder, a link that leads elsewhere; or the block wrote no file, or ended before
-            ``dcp.async_save`` did. With ``group``: another rank has raised or does not see the
+            ``dcp.async_save`` did; or this thread is inside of a block of :func:`transaction`, half
+            a step. With ``group``: another rank has raised or does not see the
             folder, or ``path`` is such a folder (``step-10``) already.
         ValueError: ``keep`` is below 1.
 
@@ -84,6 +86,7 @@ def checkpoint_folder(
         >>> torch.load(path / "trainer.pt")
         {'step': 1}
     """
+    refuse_inside_step("checkpoint_folder")
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))

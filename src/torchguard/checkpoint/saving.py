@@ -14,6 +14,7 @@ from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.errors import SaveError
+from torchguard.state.open_steps import refuse_inside_step
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
 _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22
@@ -50,8 +51,8 @@ def save(
         **options: further options of ``torch.save``.
 
     Raises:
-        SaveError: the folder of ``f`` takes no new file, or PyTorch's writer stopped before the
-            end of the file.
+        SaveError: the folder of ``f`` takes no new file, PyTorch's writer stopped before the end of
+            the file, or this thread is inside of a block of :func:`transaction`: half a step.
 
     Upstream: https://github.com/pytorch/pytorch/issues/2883,
     https://github.com/pytorch/pytorch/issues/144657
@@ -63,6 +64,7 @@ def save(
         >>> torchguard.load(path)
         {'weight': tensor([1., 1.])}
     """
+    refuse_inside_step("save")
     save = guard_save(patch.original("torch.save"), fsync=fsync)
     save(obj, f, pickle_module, pickle_protocol, **options)
 
@@ -83,6 +85,7 @@ def save_file(
         ImportError: safetensors is not installed.
         SaveError: as :func:`save`.
     """
+    refuse_inside_step("save_file")
     from safetensors.torch import save_file  # noqa: PLC0415  a package that need not be there
 
     write: Callable[..., None] = save_file

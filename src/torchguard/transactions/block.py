@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from torchguard._events import record
 from torchguard._torch import patch
 from torchguard._torch.optimizers import (
     call_while_tracing,
@@ -24,7 +26,7 @@ from torchguard._torch.optimizers import (
     scale_version,
     step_is_nested,
 )
-from torchguard.rollback import open_steps
+from torchguard.state import open_steps
 from torchguard.state.interrupts import DeferredSignals, failures_in, roll_back
 from torchguard.state.modes import ThreadModes
 from torchguard.state.tensors import Elements
@@ -36,7 +38,7 @@ from torchguard.transactions.optimizer_step import (
     steps_fused,
 )
 from torchguard.transactions.ranks import Ranks
-from torchguard.transactions.state import BufferCopies, TrainingState
+from torchguard.transactions.state import BufferCopies, TrainingState, attempt
 
 
 class Guarded:
@@ -80,14 +82,17 @@ class Block:
         self.snapshot = guarded.training.capture(parameters=parameters)
         self.changed: dict[str, int] | None = None
         """What a rollback has found changed, by kind."""
-        self._scale = scale_version(guarded.scaler)
-        self._scale_at_step = self._scale
+        self._scale = self._scale_at_step = self._scale_now()
         self._epochs = [getattr(each, "last_epoch", None) for each in guarded.schedulers]
         self._stepped: list[OptimizerStep] = []
         self._pending: OptimizerStep | None = None
         self._foreign: str | None = None
         self._signals: DeferredSignals | None = None
         """Those that wait from the first step to the end of the block."""
+
+    def _scale_now(self) -> int:
+        """Return a number that ``scaler.update()`` moves on."""
+        return 0 if self.guarded.scaler is None else scale_version(self.guarded.scaler)
 
     def open(self) -> None:
         """Let optimizers call this block."""
@@ -111,13 +116,13 @@ class Block:
         with_closure = len(args) > 1 or bool(kwargs)
         if guarded.gate is not None:
             args, kwargs = guarded.gate.before_or_in_closure(optimizer, args, kwargs)
-        last = self._is_last(optimizer)
+        last, fused = self._is_last(optimizer), steps_fused(optimizer)
         if guarded.undo == "auto":
-            copies = with_closure or not last or not steps_fused(optimizer)
+            copies = with_closure or not last or not fused
         else:
             copies = guarded.undo == "copy"
         reuse = guarded.kept.pop(optimizer, None)
-        pending = OptimizerStep(optimizer, copies=copies, reuse=reuse)
+        pending = OptimizerStep(optimizer, copies=copies, fused=fused, reuse=reuse)
         if guarded.ranks is not None and last and not copies:
             guarded.ranks.agree_to_commit()
         self._pending = pending
@@ -134,13 +139,15 @@ class Block:
             guarded.ranks.agree_to_commit()  # if it raises, the step is rolled back
         if guarded.gate is not None:
             if guarded.gate.taken_away:
+                name = type(optimizer).__name__
+                record("step_skipped", "transaction", f"a step of {name} was not finite")
                 if not is_of_torch(optimizer):
                     roll_back(pending.undo)  # another library's may count the step
                 self._first_buffers().restore()
             guarded.gate.restore_gradients()
         self._pending = None
         self._stepped.append(pending)
-        self._scale_at_step = scale_version(guarded.scaler)
+        self._scale_at_step = self._scale_now()
         # Autocast keeps its cast of a weight by the weight, whatever its version.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         torch.clear_autocast_cache()
@@ -190,7 +197,7 @@ class Block:
         return (
             not guarded.training.optimizers
             or self.all_have_stepped()
-            or scale_version(guarded.scaler) != self._scale
+            or self._scale_now() != self._scale
             or (_compiled and self.snapshot.parameters_moved())
         )
 
@@ -216,7 +223,7 @@ class Block:
                 if step.copies is None:
                     name = type(step.optimizer).__name__
                     problems.append(f"{name} has stepped, and undo='none' keeps no copies")
-                _attempt(step.undo, problems)
+                attempt(step.undo, problems)
             if self._foreign is not None:
                 problems.append(self._foreign)
             elif self.guarded.undo != "none" and self.snapshot.written():
@@ -224,8 +231,7 @@ class Block:
                     "the block wrote parameters outside of optimizer.step(), and undo='auto' "
                     "copies them only there: use undo='copy'"
                 )
-            for undo in self.snapshot.undos():
-                _attempt(undo, problems)
+            self.snapshot.restore(problems)
 
     def finish_step(self, exception: BaseException | None) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""
@@ -275,13 +281,6 @@ class Block:
             signals.restore_handlers()
 
 
-def _attempt(undo: Callable[[], Any], problems: list[str]) -> None:
-    try:
-        undo()
-    except Exception as error:  # noqa: BLE001  collected: the rest has to be restored all the same
-        problems.append(f"{type(error).__name__}: {error}")
-
-
 def _update(scaler: Any, states: dict[int, Any], scale_before: int) -> str:
     """Do what ``scaler.update()`` has not done, so that the next step finds the scaler ready."""
     if scale_version(scaler) != scale_before:  # it raised after it had changed the scale
@@ -326,6 +325,7 @@ _watching: list[Any] = []
 
 def watch(guarded: Guarded) -> None:
     """Let optimizers call the blocks of a transaction as long as it lives."""
+    _try_hooks()
     with patch.lock:  # other threads make transactions too, or collect their last one
         _alive.append(weakref.ref(guarded, _forget))
         if not _watching:
@@ -344,6 +344,39 @@ def _forget(_: object) -> None:
                 _watching.pop().remove()
     finally:
         signals.restore_handlers()
+
+
+@functools.cache
+def _try_hooks() -> None:
+    """Raise if on this torch ``optimizer.step()`` does not call its hooks."""
+
+    class Inner(Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    class Outer(Inner):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+    options = {"lr": 0.0}  # hooks of other code see it too
+    probe = Outer(Inner([torch.zeros(1)], options).param_groups[0]["params"], options)
+    nested: list[bool] = []
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer is probe:
+            nested.append(step_is_nested(probe))
+
+    handles = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
+    try:
+        probe.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if nested != [False, True, True, False]:
+        raise RuntimeError(
+            f"transaction: on torch {torch.__version__} optimizer.step() does not call its hooks "
+            "as expected, so steps can't be seen: please report it to torchguard"
+        )
 
 
 _compiled = False

@@ -48,7 +48,7 @@ class OptimizerStep:
     """A call of ``step()`` that a block has seen begin, and what rolls it back."""
 
     def __init__(
-        self, optimizer: Optimizer, *, copies: bool, reuse: Elements | None = None
+        self, optimizer: Optimizer, *, copies: bool, fused: bool, reuse: Elements | None = None
     ) -> None:
         """``reuse`` are the copies of an earlier step, whose memory is used again."""
         self.optimizer = optimizer
@@ -56,16 +56,18 @@ class OptimizerStep:
         """Whether it has called ``super().step()``, which has hooks of its own."""
         self.copies: Elements | None = None
         if copies:
-            self._snapshot = OptimizerSnapshot(optimizer)
+            snapshot = OptimizerSnapshot(optimizer)
+            # PyTorch's steps write no options and no attributes, other libraries' may.
+            self._state = snapshot.state if is_of_torch(optimizer) else snapshot
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             self.copies = Elements([*parameters, *state_tensors(optimizer)], reuse)
-        elif _lacks_state(optimizer):
+        elif fused and _lacks_state(optimizer):
             _make_whole_state(optimizer)
 
     def undo(self) -> None:
-        """Restore parameters, state, options and attributes from their copies, if there are any."""
+        """Restore what the step may have written from its copies, if there are any."""
         if self.copies is not None:
-            self._snapshot.restore()
+            self._state.restore()
             self.copies.restore()
 
     def fail(self, error: BaseException | None) -> None:
@@ -85,7 +87,7 @@ class OptimizerStep:
 
 def _lacks_state(optimizer: Optimizer) -> bool:
     """Whether a fused step has to make state before its kernels run."""
-    return steps_fused(optimizer) and any(
+    return any(
         not optimizer.state.get(parameter)
         for group in optimizer.param_groups
         if group.get("momentum", True)  # SGD without momentum has none

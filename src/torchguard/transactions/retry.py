@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
 from torchguard._torch.optimizers import versions_of
@@ -87,6 +88,7 @@ def run(
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
         size = (size + 1) // 2
+        record("batch_halved", "transaction", f"memory ran out; the next parts have {size} samples")
 
 
 def _train(

@@ -192,7 +192,12 @@ class TrainingSnapshot:
             )
         )
 
-    def undos(self) -> Iterator[Callable[[], Any]]:
+    def restore(self, problems: list[str]) -> None:
+        """Restore everything; append what could not be restored to ``problems``."""
+        for undo in self._undos():
+            attempt(undo, problems)
+
+    def _undos(self) -> Iterator[Callable[[], Any]]:
         """Yield what restores each kind of state, in the order in which that has to happen."""
         # Modules first: which tensor a name leads to has to be right before one is written.
         yield self._modules.restore
@@ -229,6 +234,14 @@ class TrainingSnapshot:
     def _restore_versions(self) -> None:
         restore_versions(self._survey.buffers, self.buffers.versions)
         restore_versions(self._survey.parameters, self._versions)
+
+
+def attempt(undo: Callable[[], Any], problems: list[str]) -> None:
+    """Call ``undo()``, and collect what it raises: the rest has to be restored all the same."""
+    try:
+        undo()
+    except Exception as error:  # noqa: BLE001  whatever it is
+        problems.append(f"{type(error).__name__}: {error}")
 
 
 def _undos_of(items: Sequence[Any]) -> list[Callable[[], Any]]:

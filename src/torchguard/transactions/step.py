@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
+from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch.optimizers import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
@@ -47,14 +48,17 @@ class Transaction:
     """What :func:`transaction` returns.
 
     Use it as ``with step:`` around one training step at a time, or call :meth:`run`.
+
+    Attributes:
+        committed: whether the last block's step counts: every optimizer has stepped. A block that
+            ends before that (an accumulation of gradients, a ``return``) does not count, and
+            neither does a block that was rolled back.
+        part_size: how many samples :meth:`run` puts into a part, once a batch ran out of memory.
     """
 
     committed: bool
-    """Whether the last block's step counts: every optimizer has stepped. Blocks that end before
-    that (an accumulation of gradients, a ``return``) and blocks that were rolled back do not."""
 
     part_size: int | None
-    """How many samples :meth:`run` puts into a part, once a batch ran out of memory."""
 
     def __init__(self, guarded: Guarded) -> None:
         self.committed = False
@@ -231,7 +235,9 @@ class Transaction:
             block.modes.restore()  # an interrupt may have come inside of torch.autocast or no_grad
         block.settle(exception)  # also if the block has caught what optimizer.step() raised
         if exception is not None and not block.all_have_stepped():
-            self._rollbacks[type(exception).__name__] += 1
+            name = type(exception).__name__
+            self._rollbacks[name] += 1
+            record("rolled_back", "transaction", f"a training step was rolled back after {name}")
             problems = block.roll_back()
             self._put_back.update(block.changed or {})
             if problems:

@@ -1,0 +1,409 @@
+"""transaction(): its contract of four sentences, and the errors of code that is written wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import pydoc
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchguard
+from support.small_training import FailAt, InjectedError, bits, everything
+from support.training import Failure, fail
+
+KINDS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+class Setup:
+    """A model, its optimizer with two groups, a schedule and their transaction."""
+
+    def __init__(self, kind: str = "foreach", name: str = "AdamW", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        groups = [{"params": list(self.model[0].parameters())}]
+        groups.append({"params": [*self.model[1].parameters(), *self.model[2].parameters()]})
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(
+            groups, lr=0.1, **KINDS[kind], **options
+        )
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.step = torchguard.transaction(self.model, self.optimizer, scheduler=self.scheduler)
+
+    def backward(self, number: float = 1.0) -> Tensor:
+        loss: Tensor = self.model(torch.arange(8.0).view(4, 2) * number).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def state(self) -> Any:
+        gradients = [each.grad for each in self.model.parameters()]
+        return everything(self.model, self.optimizer), bits(gradients)
+
+
+# ---- 2. a step that raises ----
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_operator_of_a_step_fails_in_turn(kind: str, later: bool, name: str) -> None:
+    """A step that is copied changes nothing, and a fused one says that it was not copied."""
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    outcomes = set()
+    for place in range(1000):
+        made = Setup(kind, name, **options)
+        for _ in range(later):
+            with made.step:
+                made.backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+        before = everything(made.model, made.optimizer)
+        made.step = torchguard.transaction(made.model, made.optimizer)
+        with made.step:
+            made.backward()
+        model = bits(dict(made.model.state_dict()))
+        try:
+            with made.step:
+                with FailAt(place):
+                    made.optimizer.step()
+        except torchguard.UnrecoverableStepError as error:
+            outcomes.add("says so" if "use undo='copy'" in str(error) else str(error))
+        except InjectedError:
+            counts = made.step.committed
+            same = bits(dict(made.model.state_dict())) == model
+            same &= everything(made.model, made.optimizer)[1] == before[1]
+            assert same != counts, f"operator {place}"
+            outcomes.add("counts" if counts else "nothing")
+        else:
+            break  # the step has fewer operators
+    assert "nothing" in outcomes
+    assert ("says so" in outcomes) == (kind == "fused")
+
+
+@pytest.mark.parametrize(("name", "calls"), [("AdamW", 5), ("SGD", 3)])
+def test_memory_that_runs_out_while_a_fused_step_makes_its_state_changes_nothing(
+    name: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of the second group is made before the kernel of the first one runs."""
+    made = Setup("fused", name, **({"momentum": 0.9} if name == "SGD" else {}))
+    before = made.state()
+    left = [calls]
+
+    def limited(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*args: Any, **options: Any) -> Tensor:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("out of memory")
+            return original(*args, **options)
+
+        return allocate
+
+    with pytest.raises(torch.OutOfMemoryError), made.step:
+        made.backward()
+        for function in ("zeros_like", "full_like", "empty_like"):
+            monkeypatch.setattr(torch, function, limited(getattr(torch, function)))
+        made.optimizer.step()
+    monkeypatch.undo()
+    assert left == [0]
+    assert made.state() == before
+    with made.step:
+        made.backward()
+        made.optimizer.step()
+    assert made.step.committed
+
+
+def test_the_copies_of_a_step_on_a_cpu_lie_in_the_memory_of_the_last_one() -> None:
+    """A second step of one block gets its own, for the first one may still be rolled back."""
+    made = Setup("foreach")
+    addresses = []
+    for steps in (1, 1, 2, 1):
+        with made.step:
+            made.backward()
+            for _ in range(steps):
+                made.optimizer.step()
+        (kept,) = made.step._guarded.kept.values()
+        addresses.append(sorted(each.data_ptr() for each in kept.copies))
+    assert addresses[1] != addresses[0]  # the first step has made the state
+    assert addresses[1] != addresses[2]
+    assert addresses[3] == addresses[2]
+
+
+# ---- 3. a step that counts ----
+
+
+def after_the_commit(made: Setup) -> None:
+    with made.step:
+        made.backward()
+        made.optimizer.step()
+        raise Failure
+
+
+def in_run(made: Setup) -> None:
+    made.scheduler.step = fail  # type: ignore[assignment, method-assign]
+    try:
+        made.step.run(lambda x: made.model(x).square().mean(), torch.arange(8.0).view(4, 2))
+    finally:
+        del made.scheduler.step
+
+
+@pytest.mark.parametrize("way", [after_the_commit, in_run])
+def test_gradients_that_were_used_are_dropped_and_the_note_says_what_is_missing(
+    way: Callable[[Setup], None],
+) -> None:
+    plain, made = Setup(), Setup()
+    with pytest.raises(Failure) as raised:
+        way(made)
+    plain.backward()
+    plain.optimizer.step()
+    plain.optimizer.zero_grad()
+    assert made.state() == plain.state()
+    assert made.step.committed
+    note = "".join(raised.value.__notes__)  # type: ignore[attr-defined]
+    assert "this training step counts" in note
+    assert "its gradients are dropped" in note
+    assert "ExponentialLR has not stepped" in note
+    made.scheduler.step()
+    plain.scheduler.step()
+    for each in (plain, made):
+        with each.step:
+            each.backward()
+            each.optimizer.step()
+    assert made.state() == plain.state()
+
+
+def test_a_scheduler_that_has_stepped_is_not_named() -> None:
+    made = Setup()
+    with pytest.raises(Failure) as raised, made.step:
+        made.backward()
+        made.optimizer.step()
+        made.scheduler.step()
+        raise Failure
+    assert "ExponentialLR" not in "".join(raised.value.__notes__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_waits_from_the_first_step_to_the_end_of_the_block(kind: str) -> None:
+    made, seen = Setup(kind), []
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), made.step:
+            made.backward()
+            made.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+            made.optimizer.step()
+            made.scheduler.step()
+            seen.append("the end of the block")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert seen
+    assert made.step.committed
+
+
+def test_a_return_before_the_step_does_not_count() -> None:
+    made = Setup()
+
+    def train(skips: bool) -> None:
+        with made.step:
+            made.backward()
+            if skips:
+                return
+            made.optimizer.step()
+
+    for skips in (True, False, True):
+        train(skips)
+        assert made.step.committed is not skips
+    assert made.step.stats().commits == 1
+
+
+def test_a_step_that_a_scaler_has_skipped_counts_once_it_is_updated() -> None:
+    made = Setup("foreach")
+    scaler = torch.amp.GradScaler("cpu")
+    step = torchguard.transaction(made.model, made.optimizer, scaler)
+    for number in (float("inf"), 1.0):
+        with step:
+            scaler.scale(made.model(torch.ones(4, 2) * number).sum()).backward()
+        assert not step.committed
+        with step:
+            scaler.step(made.optimizer)
+            scaler.update()
+        assert step.committed
+        made.optimizer.zero_grad()
+
+
+def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weights() -> None:
+    """PyTorch alone trains on the first cast of each weight: the loss stays as it was."""
+    losses: list[list[float]] = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step: Any = torchguard.transaction(model, optimizer) if guarded else None
+        x, found = torch.ones(2, 4), []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                with step or contextlib.nullcontext():
+                    loss = model(x).float().square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+        losses.append(found)
+    assert len(set(losses[0])) == 1
+    assert len(set(losses[1])) == 3
+
+
+# ---- what can't work is an error ----
+
+
+def test_a_deep_copy_without_its_model_is_refused_and_one_with_it_guards_the_copies() -> None:
+    made = Setup()
+    with pytest.raises(TypeError, match="without its model and optimizer"):
+        copy.deepcopy(made.step)
+    with pytest.raises(TypeError, match="the transaction last"):
+        copy.deepcopy([made.step, made.model, made.optimizer])
+    together: Any = [made.model, made.optimizer, made.step]
+    model, optimizer, step = copy.deepcopy(together)
+    del made
+    before = everything(model, optimizer)
+    with pytest.raises(Failure), step:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.register_step_post_hook(fail)
+        optimizer.step()
+    assert everything(model, optimizer) == before
+
+
+class Looped(torch.optim.SGD):
+    """Keeps a list in its state that contains itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held: list[Any] = [torch.zeros(1)]
+                held.append(held)
+                state = self.state[parameter]
+                state.setdefault("held", held)[0].add_(1)
+                state["itself"] = state
+                parameter.sub_(parameter.grad)
+        if self.param_groups[0]["lr"] > 1:
+            raise Failure
+
+
+def test_a_state_that_contains_itself_is_rolled_back() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = Looped(model.parameters(), lr=0.1)
+    step = torchguard.transaction(model, optimizer)
+    for fails in (False, True):
+        optimizer.param_groups[0]["lr"] = 2.0 if fails else 0.1
+        before = bits(dict(model.named_parameters()))
+        with contextlib.suppress(Failure), step:
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (bits(dict(model.named_parameters())) == before) is fails
+        assert optimizer.state[model.weight]["held"][0].item() == 1
+        assert optimizer.state[model.weight]["held"][1] is optimizer.state[model.weight]["held"]
+
+
+def test_a_checkpoint_inside_of_a_block_is_refused(tmp_path: Path) -> None:
+    """It would hold half a step. Another thread, and this one after the block, may save."""
+    made = Setup()
+    with made.step:
+        made.backward()
+        with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
+            torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
+        with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
+            with torchguard.checkpoint_folder(tmp_path / "checkpoint"):
+                pass
+        other = threading.Thread(target=torchguard.save, args=({}, tmp_path / "other.pt"))
+        other.start()
+        other.join()
+        made.optimizer.step()
+    assert [each.name for each in tmp_path.iterdir()] == ["other.pt"]
+    torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
+
+
+class Unseen(torch.optim.Optimizer):
+    """Does not call ``Optimizer.__init__``, which puts the hooks around ``step()``."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups, self.state, self.defaults = [{"params": list(parameters)}], {}, {}  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_an_optimizer_whose_steps_can_not_be_seen_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"Unseen.step\(\) calls no hooks of torch.optim"):
+        torchguard.transaction(model, Unseen(model.parameters()))
+
+
+def test_what_is_written_wrong_is_named() -> None:
+    made = Setup()
+    with pytest.raises(TypeError, match=r"not a decorator.*with step:"):
+
+        @made.step
+        def train() -> None: ...
+
+    def loss_of(x: Tensor) -> Tensor:
+        return made.model(x).mean()  # type: ignore[no-any-return]
+
+    def backward(x: Tensor) -> Tensor:
+        loss = loss_of(x)
+        loss.backward(retain_graph=True)
+        return loss
+
+    before = made.state()
+    with pytest.raises(TypeError, match="before_step=clip, without parentheses"):
+        made.step.run(loss_of, torch.ones(2, 2), before_step=torch.ones(()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_of has called backward"):
+        made.step.run(backward, torch.ones(2, 2))
+    assert made.state() == before
+
+
+def test_a_loop_that_steps_the_scheduler_beside_run_is_warned_once() -> None:
+    made = Setup()
+    for number in range(4):
+        expected: Any = pytest.warns(RuntimeWarning, match="your loop has stepped it too")
+        with expected if number == 1 else warnings.catch_warnings():
+            if number != 1:
+                warnings.simplefilter("error")
+            made.step.run(lambda x: made.model(x).mean(), torch.ones(2, 2))
+        if number < 3:
+            made.scheduler.step()
+
+
+def test_run_alone_warns_of_no_second_step_and_nor_does_a_checkpoint() -> None:
+    made = Setup()
+    saved = made.scheduler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            made.step.run(lambda x: made.model(x).mean(), torch.ones(2, 2))
+            if number == 2:
+                made.scheduler.load_state_dict(saved)
+
+
+def test_help_shows_the_contract_and_no_addresses() -> None:
+    text = pydoc.plain(pydoc.render_doc(torchguard.transaction))
+    assert "object at 0x" not in text
+    assert "step.committed" in text
+    shown = pydoc.plain(pydoc.render_doc(torchguard.Transaction))
+    assert "committed: whether the last block's step counts" in shown
+    public = {name for name in vars(torchguard.Transaction) if not name.startswith("_")}
+    assert public == {"run", "guarantee", "stats"}
+    assert "steps the schedulers too" in inspect.getdoc(torchguard.Transaction.run).splitlines()[0]  # type: ignore[union-attr]

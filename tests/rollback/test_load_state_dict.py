@@ -427,3 +427,76 @@ def test_ctrl_c_between_two_copies() -> None:
     with Interrupt(), pytest.raises(KeyboardInterrupt):
         torchguard.load_state_dict(model, state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+# ---- dtypes of an optimizer's state ----
+
+
+class Float32Moments(torch.optim.Optimizer):
+    """Keeps float32 moments of bfloat16 parameters, alone and in a list, as many packages do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, moment=torch.zeros(parameter.shape), past=[torch.zeros(1)])
+            state["moment"] += parameter.grad / 3
+            state["past"][0] += 1 / 3
+            parameter -= self.param_groups[0]["lr"] * state["moment"]
+
+
+@pytest.mark.parametrize("install", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+        Float32Moments,
+    ],
+)
+def test_moments_keep_the_dtype_in_which_they_were_saved(make: Any, install: bool) -> None:
+    """PyTorch casts them to the dtype of the parameter; steps after it are other ones."""
+    ends = []
+    for way in ("never stopped", "ours", "PyTorch"):
+        parameter = torch.nn.Parameter(torch.ones(4))
+        optimizer = make([parameter])
+        for number in range(3):
+            parameter.grad = torch.full_like(parameter, 1 / 3 + number / 7)
+            optimizer.step()
+            if number == 0:
+                parameter.data = parameter.data.bfloat16()  # as model.bfloat16() does
+            if number == 1 and way != "never stopped":
+                saved = optimizer.state_dict()
+                optimizer = make([parameter])
+                if way == "PyTorch":
+                    optimizer.load_state_dict(saved)
+                elif install:
+                    with torchguard.install("load"):
+                        optimizer.load_state_dict(saved)
+                else:
+                    torchguard.load_state_dict(optimizer, saved)
+        state = optimizer.state[parameter]
+        ends.append([each for each in state.values() if isinstance(each, torch.Tensor)])
+        ends[-1] += [*state.get("past", ()), parameter.detach()]
+    assert all(map(torch.equal, ends[0], ends[1]))
+    assert [each.dtype for each in ends[0]] == [each.dtype for each in ends[1]]
+    assert [each.dtype for each in ends[0]] != [each.dtype for each in ends[2]]
+
+
+def test_adam_can_not_step_with_them_so_they_are_cast_with_a_warning() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    saved = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(4)
+    saved.step()
+    narrow = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    loaded = torch.optim.AdamW([narrow])
+    with pytest.warns(UserWarning, match="can't step with the dtype in which its state was saved"):
+        torchguard.load_state_dict(loaded, saved.state_dict())
+    assert loaded.state[narrow]["exp_avg"].dtype is torch.bfloat16
+    assert loaded.state[narrow]["step"].item() == saved.state[parameter]["step"].item() == 1
+    narrow.grad = torch.ones_like(narrow)
+    loaded.step()

@@ -146,7 +146,7 @@ def _expected_shape(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
 ) -> torch.Size | None:
     """Return the shape that a value of the state has to have; None where any is right."""
-    torchs = _steps_as_torch(optimizer)
+    torchs = type(optimizer).__module__.startswith("torch.optim")
     like_parameter = key in _LIKE_PARAMETER
     # What counts steps may be of any shape, and what an optimizer of the user's keeps may grow.
     if not isinstance(value, torch.Tensor) or not (like_parameter or (torchs and value.dim())):
@@ -154,7 +154,7 @@ def _expected_shape(
     own = optimizer.state.get(parameter, {}).get(key)
     if isinstance(own, torch.Tensor):
         return own.shape
-    return parameter.shape if torchs and like_parameter else None
+    return parameter.shape if like_parameter and _steps_as_torch(optimizer) else None
 
 
 # --- dtypes ----------------------------------------------------------------------------------

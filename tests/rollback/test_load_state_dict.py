@@ -446,7 +446,7 @@ class Float32Moments(torch.optim.Optimizer):
                 state.update(step=0, moment=torch.zeros(parameter.shape), past=[torch.zeros(1)])
             state["moment"] += parameter.grad / 3
             state["past"][0] += 1 / 3
-            parameter -= self.param_groups[0]["lr"] * state["moment"]
+            parameter.sub_(self.param_groups[0]["lr"] * state["moment"])
 
 
 @pytest.mark.parametrize("install", [False, True])

@@ -21,13 +21,13 @@ from torchguard._torch import (
     base_of,
     has_own_dispatch,
     set_lazy_bits,
-    set_version,
     version_of,
     with_lazy_bits,
 )
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
 from torchguard.equivalence.reference import reference_of
+from torchguard.state.tensors import extent, restore_versions
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that takes the place of another."""
@@ -351,16 +351,16 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
     """Let tensors have other data for a while; neither their holders nor autograd notice it."""
     # Setting .data exchanges the memory: the object stays, and with it what autograd, an optimizer
     # and the graph's attribute refer to.
-    before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
+    before = [(tensor, tensor.data) for tensor in owned]
+    versions = list(map(version_of, owned))
     try:
         for tensor, copy in zip(owned, copies, strict=False):
             tensor.data = copy.detach()
         yield
     finally:
-        for tensor, data, version in before:
+        for tensor, data in before:
             tensor.data = data
-            if version is not None:
-                set_version(tensor, version)
+        restore_versions(owned, versions)
 
 
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
@@ -456,7 +456,5 @@ def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first address and the address behind the last element."""
     # What lies between may belong to another view, but then in eager and compiled code alike.
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in sizes)
     first = tensor.data_ptr()
-    return first, first + (last + 1) * tensor.element_size()
+    return first, first + extent(tensor.shape, tensor.stride()) * tensor.element_size()

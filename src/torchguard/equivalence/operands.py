@@ -21,6 +21,7 @@ import torch
 from torchguard._torch import computing_unseen, has_own_dispatch, operator_schemas, unwrapped
 from torchguard._torch.mutation import out_tensors, writes_of, written_tensors
 from torchguard._torch.schemas import tags_of
+from torchguard.state.tensors import extent
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -109,8 +110,8 @@ class Memory(NamedTuple):
     @property
     def end(self) -> int:
         """The address behind the last byte."""
-        steps = zip(self.array.strides, self.array.shape, strict=True)
-        return int(self.begin + sum(s * (n - 1) for s, n in steps) + self.array.itemsize)
+        span = extent(self.array.shape, self.array.strides)  # in steps of a byte
+        return int(self.begin + span - 1 + self.array.itemsize)
 
 
 class _Interface:

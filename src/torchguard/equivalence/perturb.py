@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from torchguard._torch import set_version, version_of
+from torchguard.state.tensors import Elements
 
 _EPSILONS = 32
 """How far a value is off at most, relative to itself, in units of the dtype's ``eps``; 1 for a
@@ -65,22 +65,16 @@ def perturbed(tensors: Iterable[torch.Tensor], seed: int) -> Iterator[bool]:
         and not (tensor.device.type == "cpu" and tensor.is_shared())
     }
     # All are copied before the first is changed: some lie in the same memory.
-    before = [(t, t.detach().clone(), version_of(t)) for t in plain.values()]
+    before = Elements(plain.values())
     caches = torch.is_autocast_cache_enabled()
     try:
         with torch.no_grad():
-            for tensor, _, _ in before:
+            for tensor in plain.values():
                 with contextlib.suppress(RuntimeError):  # it overlaps itself, or is conjugate
                     perturb_(tensor.detach(), seed)
         # The cache holds casts of the weights as they were, and must not keep any of these.
         torch.set_autocast_cache_enabled(False)
-        yield any(not torch.equal(tensor, values) for tensor, values, _ in before)
+        yield before.differ() > 0
     finally:
         torch.set_autocast_cache_enabled(caches)
-        with torch.no_grad():
-            for tensor, values, _ in before:
-                with contextlib.suppress(RuntimeError):  # likewise, and it is as it was
-                    tensor.detach().copy_(values)
-            for tensor, _, version in before:
-                if version is not None:
-                    set_version(tensor, version)
+        before.restore()

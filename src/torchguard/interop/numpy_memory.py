@@ -20,6 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from torchguard._torch import patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
+from torchguard.state.tensors import extent
 
 ReadOnly = Literal["copy", "raise", "warn"]
 
@@ -105,8 +106,7 @@ def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy an array, and of a view with more elements than memory the memory alone."""
     if not array.flags.forc:  # contiguous
         strides, size = array.strides, array.itemsize
-        axes = zip(array.shape, strides, strict=True)
-        span = 1 + sum((n - 1) * stride for n, stride in axes) // size
+        span = 1 + (extent(array.shape, strides) - 1) // size
         # torch takes no other strides.
         if span < array.size and all(stride >= 0 and stride % size == 0 for stride in strides):
             memory = as_strided(array, (span,), (size,)).copy()

@@ -43,7 +43,7 @@ from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
 from torchguard.state.containers import generators_in, restore_container
 from torchguard.state.modules import hooks_of
-from torchguard.state.random import all_generators, same_state
+from torchguard.state.random import RNGState, all_generators
 
 _Entries = dict[Any, Any]
 
@@ -80,7 +80,11 @@ class Block:
             if not tensor.requires_grad and _is_state(tensor)
         }
         self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
-        self._tuples = [value for value in rare if isinstance(value, tuple)]
+        self._tuples = [
+            value
+            for value in rare
+            if isinstance(value, tuple) and any(id(t) in copied for t in _tensors_of(value))
+        ]
         self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
@@ -88,7 +92,7 @@ class Block:
             generators += all_generators()[1:]
             attributes = (value for each in open_modules for value in vars(each).values())
             generators += generators_in((*self._reached, *attributes))
-        self._random = [(get, set_, get()) for get, set_ in generators]
+        self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the function, whose first call is the first run."""
@@ -108,7 +112,7 @@ class Block:
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
-        self._random = [each for each in self._random if not same_state(each[0](), each[2])]
+        self._random = self._random.drawn_from()
         watched = {id(each): each for each in self._reached if isinstance(each, Tensor)}
         for module in self._modules:
             # Embeddings with a largest norm write their weight in each run, and mean to.
@@ -126,7 +130,7 @@ class Block:
             # A lazy module has become another one, and has taken away its hooks.
             code = [(e, e.copy(), first) for m, kind, e, first in self._code if type(m) is kind]
             held = [(entries, entries.copy()) for entries, *_ in self._before]
-            drawn = [(set_, get()) for get, set_, _ in self._random]
+            random = RNGState.capture(self._random.generators)
             # Copies of the copies, which a second backward begins from again.
             again: dict[int, Any] = dict(
                 zip(self._copies, _copies_of(self._copies.values()), strict=True)
@@ -137,8 +141,7 @@ class Block:
                     restore_container(entries, first)
                 for entries, before, rare in self._before:
                     _restore_entries(entries, before, again if rare else {})
-                for _, set_, first in self._random:
-                    set_(first)
+                self._random.restore()
                 if not written:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
@@ -150,8 +153,7 @@ class Block:
                     restore_container(entries, values)
                 for entries, values in held:
                     _restore_entries(entries, values)
-                for set_, state in drawn:
-                    set_(state)
+                random.restore()
 
     def _written_since(self) -> dict[int, Tensor]:
         now = versions_of(self._watched)

@@ -34,6 +34,12 @@ class RNGState(NamedTuple):
         pairs = zip(self.generators, self.read, strict=True)
         return [not same_state(get_state(), before) for (get_state, _), before in pairs]
 
+    def drawn_from(self) -> RNGState:
+        """Return the part of the snapshot whose generators have been drawn from since."""
+        pairs = zip(self.generators, self.read, self.changed(), strict=True)
+        changed = [(generator, before) for generator, before, has_changed in pairs if has_changed]
+        return RNGState([each for each, _ in changed], [before for _, before in changed])
+
     def restore(self) -> None:
         """Set the generators to where they stood."""
         for (_, set_state), before in zip(self.generators, self.read, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,13 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     names, _ = tensor.__tensor_flatten__()
     held = ((name, getattr(tensor, name, None)) for name in names)
     return [(name, value) for name, value in held if isinstance(value, torch.Tensor)]
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first to the last of a strided tensor, both counted."""
+    if 0 in size:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

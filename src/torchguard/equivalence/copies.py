@@ -19,15 +19,16 @@ from torch import fx
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
+    extent,
     has_own_dispatch,
     set_lazy_bits,
+    set_version,
     version_of,
     with_lazy_bits,
 )
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
 from torchguard.equivalence.reference import reference_of
-from torchguard.state.tensors import extent, restore_versions
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that takes the place of another."""
@@ -351,16 +352,16 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
     """Let tensors have other data for a while; neither their holders nor autograd notice it."""
     # Setting .data exchanges the memory: the object stays, and with it what autograd, an optimizer
     # and the graph's attribute refer to.
-    before = [(tensor, tensor.data) for tensor in owned]
-    versions = list(map(version_of, owned))
+    before = [(tensor, tensor.data, version_of(tensor)) for tensor in owned]
     try:
         for tensor, copy in zip(owned, copies, strict=False):
             tensor.data = copy.detach()
         yield
     finally:
-        for tensor, data in before:
+        for tensor, data, version in before:
             tensor.data = data
-        restore_versions(owned, versions)
+            if version is not None:
+                set_version(tensor, version)
 
 
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:

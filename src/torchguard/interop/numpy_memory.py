@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from torchguard._torch import patch, storage_key, without_torch_function
+from torchguard._torch import extent, patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
-from torchguard.state.tensors import extent
 
 ReadOnly = Literal["copy", "raise", "warn"]
 

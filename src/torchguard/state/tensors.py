@@ -26,6 +26,7 @@ from torchguard._torch import (
     call_unrecorded,
     call_with_grad,
     coo_parts,
+    extent,
     has_own_dispatch,
     inner_tensors,
     set_version,
@@ -354,13 +355,6 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         lazy = tensor.is_conj() or tensor.is_neg()
         read: Any = torch.Tensor.storage_offset if lazy else torch.ops.aten.storage_offset.default
         return stride, read(tensor)
-
-
-def extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements lie from the first to the last of a strided tensor, both counted."""
-    if 0 in size:
-        return 0
-    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
 def bytes_needed(

@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_finished_is_not_shown(tmp_path: Path) -> None:
     """Nothing is in it, or shards without the metadata that DCP writes last."""
     save(tmp_path / "run", 0)
     for files in ((), ("__0_0.distcp", ".metadata.tmp")):
-        with pytest.raises(torchguard.errors.SaveError, match="wait inside of it"):
+        with pytest.raises(torchguard.errors.SaveError, match="wait inside the block"):
             with torchguard.checkpoint_folder(tmp_path / "run") as new:
                 for name in files:
                     (new / name).touch()

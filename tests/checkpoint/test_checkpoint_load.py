@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 import struct
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -34,6 +35,22 @@ class TestLoad:
                     torchguard.DamagedFileError, match=r"cut.pt is (not whole|empty)"
                 ):
                     torchguard.load(cut)
+
+    def test_of_a_folder_it_names_the_files(self, tmp_path: Path) -> None:
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        with pytest.raises(IsADirectoryError, match="checkpoint is a folder with no file in it"):
+            torchguard.load(folder)
+        torchguard.save(1, folder / "trainer.pt")
+        torchguard.save(1, folder / "model.pt")
+        with pytest.raises(IsADirectoryError, match=r"model.pt, trainer.pt: .*load\('.*model.pt'"):
+            torchguard.load(folder)
+        (folder / ".metadata").touch()
+        with (
+            torchguard.install("load"),
+            pytest.raises(IsADirectoryError, match=r"load_sharded\(state, "),
+        ):
+            torch.load(str(folder))
 
     def test_a_changed_bit_is_found(self, tmp_path: Path) -> None:
         """torch.load takes it without a word."""
@@ -235,6 +252,34 @@ class TestFolder:
             torch.save(1, new / "a.pt")
         assert torch.load(tmp_path / "checkpoint" / "a.pt") == 1
         assert taken
+
+
+class TestTheLinkIsNotTheFolder:
+    def test_writing_to_the_link_of_an_older_checkpoint(self, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+        with torchguard.checkpoint_folder(path) as new:
+            torch.save(1, new / "model.pt")
+        with (
+            pytest.raises(torchguard.errors.SaveError, match=r"wrote model.pt into .*new / "),
+            torchguard.checkpoint_folder(path),
+        ):
+            torch.save(2, path / "model.pt")
+        with (
+            pytest.raises(torchguard.errors.SaveError, match="folder that is yielded, and wait"),
+            torchguard.checkpoint_folder(path),
+        ):
+            pass
+
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+    def test_writing_to_a_link_that_is_not_there(self, tmp_path: Path) -> None:
+        path = tmp_path / "checkpoint"
+        with pytest.raises(RuntimeError) as raised, torchguard.checkpoint_folder(path):
+            torch.save(1, path / "model.pt")
+        (note,) = raised.value.__notes__  # type: ignore[attr-defined]
+        assert "Write into the folder that is yielded" in note
+        with pytest.raises(RuntimeError) as raised, torchguard.checkpoint_folder(path) as new:
+            torch.save(1, new / "none" / "model.pt")
+        assert not hasattr(raised.value, "__notes__")
 
 
 class TestSafetensors:

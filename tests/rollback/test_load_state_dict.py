@@ -500,3 +500,28 @@ def test_adam_can_not_step_with_them_so_they_are_cast_with_a_warning() -> None:
     assert loaded.state[narrow]["step"].item() == saved.state[parameter]["step"].item() == 1
     narrow.grad = torch.ones_like(narrow)
     loaded.step()
+
+
+@pytest.mark.parametrize("part", ["whole", "a layer"])
+def test_names_that_differ_in_what_compile_puts_before_them(part: str) -> None:
+    """The message is PyTorch's, with one line more."""
+    plain, compiled = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+    if part == "whole":
+        compiled = torch.compile(compiled)  # type: ignore[assignment]
+    else:
+        compiled[0] = torch.compile(compiled[0])  # type: ignore[assignment]
+    for target, state in ((plain, compiled.state_dict()), (compiled, plain.state_dict())):
+        with pytest.raises(RuntimeError, match=r"Missing key.*") as alone:
+            target.load_state_dict(state)
+        with pytest.raises(RuntimeError) as raised:
+            torchguard.load_state_dict(target, state)
+        said, _, hint = str(raised.value).rpartition("\n\t")
+        assert said == str(alone.value)
+        assert "model._orig_mod" in hint
+    with pytest.raises(RuntimeError) as raised:
+        torchguard.load_state_dict(plain, {"other": torch.ones(2)})
+    assert "_orig_mod" not in str(raised.value)
+    torchguard.load_state_dict(
+        compiled._orig_mod if part == "whole" else compiled[0]._orig_mod,  # type: ignore[arg-type]
+        plain.state_dict() if part == "whole" else plain[0].state_dict(),
+    )

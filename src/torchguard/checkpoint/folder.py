@@ -110,19 +110,30 @@ def checkpoint_folder(
             yield new
         with _on_all_ranks(group, link):  # from here on no rank writes
             if not rank:
-                _refuse_unfinished(new)
+                _refuse_unfinished(new, link)
             part = _manifest_part(new, fsync=fsync, group=group)
         files = None if group is None else dict(chain(*gathered(part, group)))
         with _on_all_ranks(group, link):
             if not rank:
                 _commit(new, link, keep=keep, fsync=fsync, files=files)
-    except BaseException:
+    except BaseException as error:
         if not rank and new is not None:
             shutil.rmtree(new, ignore_errors=True)
+        _explain(error, link)
         raise
     finally:
         if lock >= 0:
             os.close(lock)
+
+
+def _explain(error: BaseException, link: Path) -> None:
+    """Add a note to an error of a block that wrote to the link when it was not there."""
+    said = str(link) in str(error) and not isinstance(error, SaveError)
+    if said and not os.path.lexists(link) and hasattr(error, "add_note"):  # not on Python 3.10
+        error.add_note(
+            f"checkpoint_folder: {link} is not there before the block ends. Write into the folder "
+            'that is yielded: torch.save(state, new / "model.pt")'
+        )
 
 
 def _refuse_foreign(link: Path) -> None:
@@ -225,15 +236,25 @@ def _commit(
                 _remove(link.with_name(f"{link.name}.{older}"))
 
 
-def _refuse_unfinished(new: Path) -> None:
+def _refuse_unfinished(new: Path, link: Path) -> None:
     """Raise if nothing is there yet, or shards of DCP without the metadata that it writes last."""
     files = [each for each in new.rglob("*") if each.is_file() and each.name != MARK]
     ended = {each.parent for each in files if each.name.endswith(".metadata")}
-    if not files or {each.parent for each in files if each.suffix == ".distcp"} - ended:
+    if files and not {each.parent for each in files if each.suffix == ".distcp"} - ended:
+        return
+    begun = (new / MARK).stat().st_mtime_ns
+    instead = [each.name for each in link.glob("*") if each.stat().st_mtime_ns > begun]
+    if not files and instead:
         raise SaveError(
-            "checkpoint_folder: what was to be saved is not there when the block ends; wait inside "
-            "of it for what writes in another thread or process, as dcp.async_save does"
+            f"checkpoint_folder: the block wrote {', '.join(sorted(instead))} into {link}, the "
+            "checkpoint before, and nothing into the new folder. Write into the folder that is "
+            'yielded: torch.save(state, new / "model.pt")'
         )
+    raise SaveError(
+        "checkpoint_folder: what was to be saved is not there when the block ends. Write into the "
+        "folder that is yielded, and wait inside the block for what writes in another thread or "
+        "process, as dcp.async_save does"
+    )
 
 
 def _numbered(link: Path) -> str:

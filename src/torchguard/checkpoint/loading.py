@@ -38,6 +38,8 @@ _PICKLES = 5
 _OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
+_NAMES = 10  # of the files in a folder, for an error
+_COMPILED = "_orig_mod."  # stands before the names of what torch.compile has wrapped
 
 
 @public
@@ -59,6 +61,7 @@ def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
     Raises:
         DamagedFileError: a ``RuntimeError``: the file is empty, cut off, or holds other bytes
             than were written; says which file and what is wrong with it.
+        IsADirectoryError: the path is that of a folder; names the files in it.
 
     Upstream: https://github.com/pytorch/pytorch/issues/31620
     """
@@ -70,6 +73,8 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
 
     def load(f: Any, *args: Any, **options: Any) -> Any:
         path = os.fspath(f) if isinstance(f, (str, os.PathLike)) else None
+        if isinstance(path, str) and os.path.isdir(path):
+            raise IsADirectoryError(_of_folder(path))
         if not isinstance(path, str) or not os.path.isfile(path):
             return original(f, *args, **options)
         with open(path, "rb") as file:
@@ -88,6 +93,20 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
             raise damage from error
 
     return load
+
+
+def _of_folder(path: str) -> str:
+    """Say what to type if the path is that of a folder."""
+    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    if os.path.exists(os.path.join(path, ".metadata")):
+        do = f"of torch.distributed.checkpoint: torchguard.load_sharded(state, {path!r})"
+    elif names:
+        more = ", ..." if len(names) > _NAMES else ""
+        example = os.path.join(path, names[0])
+        do = f"with {', '.join(names[:_NAMES])}{more}: load a file, as in load({example!r})"
+    else:
+        do = "with no file in it"
+    return f"load: {path} is a folder {do}"
 
 
 def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> DamagedFileError | None:
@@ -270,6 +289,36 @@ def _load_module(
 ) -> Any:
     if not isinstance(state, Mapping):
         return call()  # which says so
+    try:
+        return _load_whole(call, module, state, assign)
+    except RuntimeError as error:
+        hint = _of_compiled(module, state)
+        if hint and len(error.args) == 1:
+            error.args = (f"{error.args[0]}\n\t{hint}",)
+        raise
+
+
+def _of_compiled(module: torch.nn.Module, state: Mapping[str, Any]) -> str | None:
+    """Say what to type if the names differ only in what ``torch.compile`` puts before them."""
+    try:
+        own, given = set(module.state_dict()), set(state)
+    except Exception:  # noqa: BLE001  a hook of the module; the first error is raised
+        return None
+    if own == given or {n.replace(_COMPILED, "") for n in own} != {
+        str(name).replace(_COMPILED, "") for name in given
+    }:
+        return None
+    if isinstance(getattr(module, _COMPILED[:-1], None), torch.nn.Module):
+        return "The module is compiled and the state is not: load it into model._orig_mod"
+    return (
+        "The names differ in _orig_mod., which torch.compile puts before them: save "
+        "model._orig_mod.state_dict() of a compiled model, or load into the compiled model"
+    )
+
+
+def _load_whole(
+    call: Callable[[], Any], module: torch.nn.Module, state: Mapping[str, Any], assign: bool
+) -> Any:
     tensors = None if assign else tensors_loaded_by_copies(module)
     ties = ties_of(named_tensors(module) if tensors is None else tensors)
     if not assign:

@@ -266,7 +266,7 @@ class TestTheLinkIsNotTheFolder:
             torch.save(2, path / "model.pt")
         with (
             pytest.raises(torchguard.errors.SaveError, match="folder that is yielded, and wait"),
-            torchguard.checkpoint_folder(path),
+            torchguard.checkpoint_folder(tmp_path / "other"),
         ):
             pass
 

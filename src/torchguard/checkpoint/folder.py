@@ -243,7 +243,8 @@ def _refuse_unfinished(new: Path, link: Path) -> None:
     if files and not {each.parent for each in files if each.suffix == ".distcp"} - ended:
         return
     begun = (new / MARK).stat().st_mtime_ns
-    instead = [each.name for each in link.glob("*") if each.stat().st_mtime_ns > begun]
+    there = (each for each in link.glob("*") if each.name != MARK)
+    instead = [each.name for each in there if each.stat().st_mtime_ns >= begun]
     if not files and instead:
         raise SaveError(
             f"checkpoint_folder: the block wrote {', '.join(sorted(instead))} into {link}, the "

@@ -203,19 +203,22 @@ def test_compiling_has_the_tolerances_of_assert_close() -> None:
     """https://pytorch.org/docs/stable/testing.html"""
     for dtype in (*FLOATS, torch.complex32, torch.complex64, torch.complex128):
         relative, absolute = torch.testing._comparison.default_tolerances(dtype)
-        assert COMPILING.tolerance(dtype) == (relative, absolute, 0)
+        assert COMPILING.tolerance(dtype)[:2] == (relative, absolute)
 
 
 @given(
     numbers=st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=6),
     same=st.booleans(),
 )
-def test_close_is_isclose(numbers: list[tuple[float, float]], *, same: bool) -> None:
+def test_close_is_isclose_beside_a_number_of_one(
+    numbers: list[tuple[float, float]], *, same: bool
+) -> None:
     """NaN is close to NaN alone, infinity to itself alone."""
+    numbers = [*numbers, (1.0, 1.0)]
     expected = torch.tensor([one for one, _ in numbers])
     actual = expected * (1 + 1e-6) if same else torch.tensor([other for _, other in numbers])
     wanted = torch.isclose(actual.double(), expected.double(), 1.3e-6, 1e-5, equal_nan=True)
-    assert torch.equal(close(expected, actual), wanted)
+    assert torch.equal(close("outputs", expected, actual), wanted)
 
 
 def of(*outputs: Any, **gradients: Any) -> Outcome:
@@ -228,6 +231,56 @@ def of(*outputs: Any, **gradients: Any) -> Outcome:
 
 def double(value: float) -> Outcome:
     return of(torch.tensor(value, dtype=torch.float64))
+
+
+UNITS = (1e-12, 1e-6, 1e-4, 1.0, 1e4, 1e12)
+NUMBERS = torch.tensor([1.0, -0.5, 0.25, 1e-7])
+ROUNDED = NUMBERS + torch.tensor([4e-7, 2e-7, 1e-7, 3e-8])  # the last by a third of itself
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("policy", [COMPILING, PADDING])
+def test_what_differs_follows_the_tensor_in_any_unit(policy: Any, unit: float) -> None:
+    """Gradients have the unit of the loss: the verdict is the same in each."""
+
+    def gradient(numbers: torch.Tensor) -> Outcome:
+        return Outcome(gradients={"weight": Gradient(numbers * unit, "weight")})
+
+    def equal(numbers: torch.Tensor) -> bool:
+        return judge(gradient(NUMBERS), gradient(numbers), policy, lambda: None).equal
+
+    assert equal(ROUNDED)
+    assert not equal(NUMBERS * 1.1)
+    assert not equal(NUMBERS.roll(1))
+    assert not equal(torch.zeros(4))
+    assert not equal(NUMBERS + torch.tensor([0.0, 0.0, 0.0, 1e-3]))
+    zeros = gradient(torch.zeros(4))
+    assert judge(zeros, zeros, policy).equal
+    assert not judge(zeros, gradient(NUMBERS), policy).equal
+
+
+@pytest.mark.parametrize("unit", UNITS[:4])
+@pytest.mark.parametrize("policy", [COMPILING, PADDING])
+def test_outputs_and_buffers_that_are_small_are_compared(policy: Any, unit: float) -> None:
+    assert judge(of(NUMBERS * unit), of(ROUNDED * unit), policy).equal
+    assert not judge(of(NUMBERS * unit), of(NUMBERS * unit * 1.1), policy).equal
+    assert not judge(of(NUMBERS * unit), of(torch.zeros(4)), policy).equal
+
+
+def test_a_gradient_that_is_zero_by_algebra_is_noise() -> None:
+    """A bias in front of a BatchNorm; noise is small beside the largest gradient."""
+
+    def judged(noise: float, other: float) -> bool:
+        zero = Outcome(gradients={
+            "weight": Gradient(torch.ones(1, dtype=torch.float64)),
+            "bias": Gradient(torch.full((1,), 1e-17, dtype=torch.float64)),
+        })  # fmt: skip
+        one, two = of(weight=1.0, bias=noise), of(weight=1.0, bias=other)
+        return judge(one, two, COMPILING, lambda: zero).equal
+
+    assert judged(5e-8, -3e-7)
+    assert not judged(5e-8, 1e-3)
+    assert not judged(0.5, 0.6)
 
 
 LARGE = torch.tensor([1000.0, 1e-3])

@@ -399,6 +399,9 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             for place, tensor, _, grad_fn in before
             if place >= owned and tensor.grad_fn is not grad_fn
         ]
+        # As programs do, which leave autocast before backward().
+        for device in ("cpu", "cuda", "xpu"):
+            torch.set_autocast_enabled(device, False)
         try:
             outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)
         except torch.OutOfMemoryError:

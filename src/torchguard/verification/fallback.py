@@ -41,6 +41,7 @@ UNCOMPILED = {"eager", "aot_eager"}
 """The backends that run torch's own operators, and so draw random numbers as eager does."""
 
 OUTSIDE = "inductor, inputs written outside the graph"
+ROUNDING = "inductor, every cast rounds"
 
 
 # Looked up when it compiles: to do so imports Dynamo.
@@ -82,10 +83,17 @@ def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
         finally:
             patch.undo(paths)
 
+    def with_casts_that_round(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        # Inductor leaves out x.half().float(): https://github.com/pytorch/pytorch/issues/185337
+        rounding = {**options, "emulate_precision_casts": True}
+        compiled: Callable[..., Any] = inductor_backend(None, rounding, None)(graph, inputs)
+        return compiled
+
     options = inductor_options(compiler)
     source = f"options={options!r}" if options else ""
     first = Fallback("inductor", compiler, source)
-    return (first, Fallback(OUTSIDE, with_inputs_written_outside), _AOT_EAGER, EAGER)
+    outside = Fallback(OUTSIDE, with_inputs_written_outside)
+    return (first, outside, Fallback(ROUNDING, with_casts_that_round), _AOT_EAGER, EAGER)
 
 
 def _without_input_mutations(aot_autograd: Callable[..., Any]) -> FunctionType:

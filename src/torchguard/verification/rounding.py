@@ -67,10 +67,11 @@ def not_by_rounding(
 def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
     """Whether the same graph, in double precision, compiled, does what eager does.
 
-    There a discontinuity is a billion times less likely to be within the rounding error.
+    There a discontinuity is a billion times less likely to be within the rounding error. Autocast
+    leaves double precision alone, so a graph that turns it on and off is another one there.
     """
     wide = _in_double(graph, inputs)
-    if wide is None:
+    if wide is None or _turns_autocast_off(graph, inputs):
         return False
     try:
         with unlogged():
@@ -85,8 +86,11 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
 
 
 def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
-    """Return the outcome in double precision, or None where the graph can't be run so."""
-    wide = _in_double(graph, inputs)
+    """Return the outcome in double precision, or None where the graph can't be run so.
+
+    A cast to a narrower type that the program makes still rounds.
+    """
+    wide = _in_double(graph, inputs, keep_casts=True)
     if wide is None:
         return None
     try:
@@ -104,7 +108,7 @@ def _apart(difference: Difference, eager: Outcome, compiled: Outcome) -> torch.T
     one, other = (value_of(each, difference.part, difference.key) for each in (eager, compiled))
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None  # a gradient that only one of them has
-    return ~close(one.detach(), other.detach())
+    return ~close(difference.part, one.detach(), other.detach())
 
 
 def _reached(
@@ -139,7 +143,9 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
+def _in_double(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, keep_casts: bool = False
+) -> fx.GraphModule | None:
     """Copy the graph with every dtype it names made double; None if that can't be done.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea.
@@ -149,12 +155,17 @@ def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule |
     copied = copy_graph(graph)
     for part in graphs_in(copied):
         for node in part.graph.nodes:
+            narrow = _narrowed_to(node) if keep_casts else None
+            if narrow is not None:
+                node.op, node.target = "call_function", _rounded
+                node.args, node.kwargs = (node.args[0], narrow), {}
+                continue
             if node.op == "call_method" and node.target == "view":
                 if any(isinstance(value, torch.dtype) for value in node.args):
                     return None
             elif node.op == "call_method" and node.target in _CASTS:
                 node.target = _CASTS[str(node.target)]
-            elif getattr(node.target, "__name__", "") == "_enter_autocast":
+            elif _enters_autocast(node):
                 # It does nothing in double precision, and warns of it: device, dtype, enabled.
                 node.args = (*node.args[:2], False, *node.args[3:])
                 continue
@@ -166,3 +177,43 @@ def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule |
 
 def _doubled(value: object) -> object:
     return _wider(value) if isinstance(value, torch.dtype) else value
+
+
+def _narrowed_to(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype to which a cast of the program rounds; None for what is no such cast."""
+    if node.op != "call_method" or node.target not in {"to", "type", "type_as", *_CASTS}:
+        return None
+    given, made = (
+        each.meta.get("example_value") if isinstance(each, fx.Node) else None
+        for each in (node.args[0], node)
+    )
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return None
+    before, after = given.dtype, made.dtype
+    if before == after or not after.is_floating_point or after not in _WIDER:
+        return None
+    if not before.is_floating_point:
+        return None if before.is_complex else after
+    one, other = torch.finfo(before), torch.finfo(after)
+    return after if other.eps > one.eps or other.max < one.max else None
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to a narrower dtype, as a cast does, and so does its gradient."""
+    return values.to(dtype).to(torch.float64)
+
+
+def _enters_autocast(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
+def _turns_autocast_off(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a graph computes some of its operations under autocast, and others not."""
+    regions = {
+        bool(node.args[2])  # device, dtype, enabled
+        for part in graphs_in(graph)
+        for node in part.graph.nodes
+        if _enters_autocast(node)
+    }
+    devices = {tensor.device.type for tensor in tensors_of(inputs)}
+    return False in regions and (True in regions or any(map(torch.is_autocast_enabled, devices)))

@@ -30,6 +30,7 @@ from torchguard._pytree import (
 )
 from torchguard._torch import ShapeFormula
 from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
+from torchguard.equivalence.outcome import Given
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.options import AxisSizes, Spec
@@ -381,6 +382,49 @@ class Plan:
             leaf = leaves[index]
             leaves[index] = pad(leaf, fills[index]) if fills and index in fills else pad(leaf)
         return leaves
+
+
+class Case(NamedTuple):
+    """A call to compare with and without padding."""
+
+    plan: Plan
+    call: Call
+    """At its real sizes: what it has arrived with beyond them is cut."""
+    content: Mapping[int, torch.Tensor]
+    """What the padding holds with which it has arrived, by index of the leaf, at full size."""
+
+    def region(self, index: int) -> torch.Tensor:
+        """Return where an input is real, at its padded size."""
+        ones = torch.ones_like(self.call.leaves[index].detach(), dtype=torch.bool)
+        region: torch.Tensor = dict(self.plan.pads)[index](ones, False)
+        return region
+
+    def given(self, extras: Mapping[str, Any], fills: Mapping[int, Any] | None) -> Given:
+        """Return what a function is called with, padded unless ``fills`` is None.
+
+        Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+        If one requires a gradient, a new leaf of autograd's graph takes its place.
+        """
+        call = self.call
+        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
+        sources = {
+            place: leaf.detach().requires_grad_()
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+        }
+        leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
+        count = len(call.leaves)
+        given, owned = leaves[:count], leaves[count:]
+        if fills is not None:
+            padded = {index for index, _ in self.plan.pads}
+            given = self.plan.pad(given, fills)
+            for index, content in self.content.items():
+                if index in padded and index not in fills:
+                    given[index] = torch.where(self.region(index), given[index], content)
+        args, kwargs = call.bind(extras, given)
+        if owned:
+            args[: len(call.owner)] = unflatten(owned, call.owner)
+        return Given([*given, *owned], args, kwargs, sources)
 
 
 def kind_of_call(specialization: Specialization, inputs: Iterable[Input]) -> Any:

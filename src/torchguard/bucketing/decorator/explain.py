@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchguard._pytree import flatten, key_paths
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, user_line
-from torchguard.bucketing.decorator.bucket import Call, Plan, sizes_of
+from torchguard.bucketing.decorator.bucket import Call, Case, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.outcome import Outcome
 
 # ---- padding has changed the answer ----
-
-
-class Case(NamedTuple):
-    """A call to compare with and without padding."""
-
-    plan: Plan
-    call: Call
-    """At its real sizes: what it has arrived with beyond them is cut."""
-    content: Mapping[int, torch.Tensor]
-    """What the padding holds with which it has arrived, by index of the leaf, at full size."""
 
 
 def leak_of(  # noqa: PLR0917 - as many as a difference has

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors, unflatten
+from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard._torch import warn_user
-from torchguard.bucketing.decorator.bucket import Call, Input, Plan, sizes_of
-from torchguard.bucketing.decorator.explain import Case, FirstDifference, advice, leak_of, typed
+from torchguard.bucketing.decorator.bucket import Call, Case, Input, Plan, sizes_of
+from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of, typed
 from torchguard.bucketing.decorator.masking import (
     Real,
     make_extras,
@@ -30,7 +30,7 @@ from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.equivalence.compare import PADDING, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
-from torchguard.equivalence.outcome import Given, Outcome
+from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import PaddingLeakError
 
 Fills = dict[int, Any]
@@ -71,7 +71,8 @@ def _real_part(spec: Spec, plan: Plan, call: Call) -> Case:
     told = real_by_caller(spec, plan.inputs, call) if plan.counts else ()
     # What is padded here as well is on the side that was asked for.
     sides = (plan.side,) if plan.pads else (plan.side, "left" if plan.side == "right" else "right")
-    windows = next(filter(None, (real_window(told, plan.sizes, side) for side in sides)), {})
+    found = (real_window(told, plan.sizes, side) for side in sides if told)
+    windows: dict[str, tuple[int, int]] = next(filter(None, found), {})
     if not windows:
         return Case(plan, call, {})
     cut: dict[int, Any] = {}
@@ -187,40 +188,8 @@ class _Checker:
         for each in self._case.plan.inputs:
             if each.fill is None and each.index in self._pads:
                 content = self._case.content.get(each.index)
-                if content is None or not bool(content[~self._region(each.index)].any()):
+                if content is None or not bool(content[~self._case.region(each.index)].any()):
                     yield each
-
-    def _region(self, index: int) -> torch.Tensor:
-        """Return where an input is real, at its padded size."""
-        ones = torch.ones_like(self._case.call.leaves[index].detach(), dtype=torch.bool)
-        region: torch.Tensor = self._pads[index](ones, False)
-        return region
-
-    def _given(self, extras: Mapping[str, Any], fills: Fills | None) -> Given:
-        """Return what a function is called with, padded unless ``fills`` is None.
-
-        Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
-        If one requires a gradient, a new leaf of autograd's graph takes its place.
-        """
-        call = self._case.call
-        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-        sources = {
-            place: leaf.detach().requires_grad_()
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
-        }
-        leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
-        count = len(call.leaves)
-        given, owned = leaves[:count], leaves[count:]
-        if fills is not None:
-            given = self._case.plan.pad(given, fills)
-            for index, content in self._case.content.items():
-                if index in self._pads and index not in fills:
-                    given[index] = torch.where(self._region(index), given[index], content)
-        args, kwargs = call.bind(extras, given)
-        if owned:
-            args[: len(call.owner)] = unflatten(owned, call.owner)
-        return Given([*given, *owned], args, kwargs, sources)
 
     def _runs(
         self, variants: Iterable[Fills | None], watch: FirstDifference | None = None
@@ -233,13 +202,16 @@ class _Checker:
         plan, call, shapes = self._case.plan, self._case.call, self._shapes
         read = functools.partial(shapes.real_output, plan, call, self._told, {})
         # Two runs can't be compared operator by operator if one of them has no mask.
-        real = real_extras(self._spec, plan, with_masks=watch is not None)
+        real: dict[str, torch.Tensor] = {}
+        if plan.extras:
+            real = real_extras(self._spec, plan, with_masks=watch is not None)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
-        with isolated():
+        draws = any(callable(each.fill) for each in plan.inputs)
+        with isolated() if draws else contextlib.nullcontext():
             bound = [
-                (fills, self._given(real if fills is None else self._plan.extras, fills))
+                (fills, self._case.given(real if fills is None else self._plan.extras, fills))
                 for fills in variants
             ]
         lost = {index for index, _ in self._plan.pads}

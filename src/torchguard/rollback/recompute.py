@@ -13,8 +13,9 @@ import functools
 import inspect
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
+from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -41,7 +42,12 @@ from torchguard._torch.checkpointing import (
 )
 from torchguard._torch.modes import call_with_grad
 from torchguard._torch.optimizers import call_unseen, members_of, versions_of
-from torchguard.state.containers import generators_in, restore_container
+from torchguard.state.containers import (
+    generators_in,
+    may_hold_objects,
+    restore_container,
+    same_objects,
+)
 from torchguard.state.modules import hooks_of
 from torchguard.state.random import RNGState, all_generators
 
@@ -64,14 +70,14 @@ class Block:
         self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
         open_modules = [each for each in self._modules if not _is_closed(each)]
         # What runs: hooks and children, also those that are there for the first run only.
-        self._code = [
-            (module, type(module), entries, entries.copy())
-            for module in open_modules
-            for entries in (members_of(module)[2], *hooks_of(module))
-        ]
+        self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
+        self._code_copies = list(map(dict.copy, self._code))
+        self._owners = [(each, type(each)) for each in open_modules]
         # Each dict of a module, what it holds now, and which of that are no numbers or containers.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
-        self._before = [(entries, entries.copy(), _rare_values(entries)) for entries in dicts]
+        opened: list[Any] = []
+        members = set(map(id, chain.from_iterable(map(members_of, open_modules))))
+        self._before = [(d, d.copy(), _rare_values(d, opened, members)) for d in dicts]
         rare = [value for *_, values in self._before for value in values]
         copied = {
             id(tensor): tensor
@@ -89,9 +95,7 @@ class Block:
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
-            generators += all_generators()[1:]
-            attributes = (value for each in open_modules for value in vars(each).values())
-            generators += generators_in((*self._reached, *attributes))
+            generators = [*all_generators()[1:], *generators_in((*self._objects, *opened))]
         self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,8 +131,12 @@ class Block:
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
-            # A lazy module has become another one, and has taken away its hooks.
-            code = [(e, e.copy(), first) for m, kind, e, first in self._code if type(m) is kind]
+            now = _values_of(self._code)
+            # Nearly always no hook or child has come or gone. A lazy module has become another one,
+            # and has taken away its hooks.
+            is_same = same_objects(now, _values_of(self._code_copies))
+            code = self._code_copies if is_same else list(map(dict.copy, self._code))
+            may_differ = not is_same and all(type(m) is kind for m, kind in self._owners)
             held = [(entries, entries.copy()) for entries, *_ in self._before]
             random = RNGState.capture(self._random.generators)
             # Copies of the copies, which a second backward begins from again.
@@ -137,8 +145,8 @@ class Block:
             )
             again |= {id(each): _with_copies(each, again) for each in self._tuples}
             try:
-                for entries, _, first in code:
-                    restore_container(entries, first)
+                if may_differ:
+                    _restore_all(self._code, self._code_copies)
                 for entries, before, rare in self._before:
                     _restore_entries(entries, before, again if rare else {})
                 self._random.restore()
@@ -149,8 +157,8 @@ class Block:
                 with RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:
-                for entries, values, _ in code:
-                    restore_container(entries, values)
+                if not same_objects(_values_of(self._code), now):
+                    _restore_all(self._code, code)
                 for entries, values in held:
                     _restore_entries(entries, values)
                 random.restore()
@@ -202,17 +210,27 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 _KINDS = {bool, int, float, complex, str, bytes, type(None), torch.Size}
-_USUAL = _KINDS | {tuple, dict, OrderedDict, set, list, nn.Parameter}
+_CONTAINERS = {tuple, dict, OrderedDict, set, list, deque}
 _FUNCTIONS = {FunctionType, MethodType, functools.partial}
+_USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
 
 
-def _rare_values(entries: _Entries) -> list[Any]:
-    """Return the values that are no number, string, container or parameter, or hold a tensor."""
-    return [
-        value
-        for value in entries.values()
-        if type(value) not in _USUAL or (type(value) is tuple and _tensors_of(value))
-    ]
+def _rare_values(entries: _Entries, opened: list[Any], members: set[int]) -> list[Any]:
+    """Return the values that are no number, string, container or parameter, or hold a tensor.
+
+    Containers that may hold a generator are added to ``opened``, but for those of ``members``.
+    """
+    rare = []
+    for value in entries.values():
+        kind = type(value)
+        if kind in _CONTAINERS:
+            if value and id(value) not in members and may_hold_objects(value):
+                opened.append(value)
+                if kind is tuple and _tensors_of(value):
+                    rare.append(value)
+        elif kind not in _USUAL:
+            rare.append(value)
+    return rare
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
@@ -275,6 +293,15 @@ def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
         return tensor.clone()
     start = tensor.storage_offset() - base.storage_offset()
     return copy.as_strided(tensor.shape, tensor.stride(), start)
+
+
+def _restore_all(dicts: list[_Entries], before: list[_Entries]) -> None:
+    for entries, held in zip(dicts, before, strict=True):
+        restore_container(entries, held)
+
+
+def _values_of(dicts: list[_Entries]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def _restore_entries(entries: _Entries, held: _Entries, copies: _Entries | None = None) -> None:

@@ -61,14 +61,14 @@ _MOST = 1000
 def generators_in(values: Iterable[Any]) -> list[Access]:
     """Return how to read and set the generators among values and in containers of these."""
     values = [each for each in values if type(each) not in ATOMS]
-    opened = [each for each in values if isinstance(each, _BUILT_IN) and _may_hold_objects(each)]
+    opened = [each for each in values if isinstance(each, _BUILT_IN) and may_hold_objects(each)]
     return generators_among((*values, *walk(opened)))
 
 
 _BUILT_IN = (dict, list, tuple, set, frozenset, deque)
 
 
-def _may_hold_objects(container: Any) -> bool:
+def may_hold_objects(container: Any) -> bool:
     """Whether a container is small, and not all that is in it are numbers and strings."""
     if not 0 < len(container) <= _MOST:
         return False

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Generator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,39 +12,6 @@ from torchguard._torch import version_of, without_torch_function
 from torchguard.state.containers import require_container, tensors_in
 from torchguard.state.interrupts import roll_back
 from torchguard.state.tensors import Gradients, Snapshot, capture
-
-
-class _Leave(partial[None]):
-    """What a ``with`` statement calls at its end, and drops.
-
-    An interrupt can come between that call and the first line of the function called. The
-    statement then drops this object and with it a suspended generator, which takes that without
-    running signal handlers. (The traceback of the interrupt keeps whatever the function sees, so
-    the function must not see this object.)
-    """
-
-    undo_if_dropped: Generator[None, None, None]
-
-
-class UndoOnExit:
-    """The ``__exit__`` of a block that can be undone.
-
-    The block has ``saved``, one item for each block that is open, and the methods ``leave`` and
-    ``undo_if_dropped``.
-    """
-
-    def __get__(self, block: Any, owner: object) -> Callable[..., None]:
-        if block is None:
-            return _leave  # contextlib.ExitStack asks the class
-        undo_if_dropped = block.undo_if_dropped(len(block.saved))
-        next(undo_if_dropped)
-        leave = _Leave(block.leave, weakref.ref(undo_if_dropped))
-        leave.undo_if_dropped = undo_if_dropped
-        return leave
-
-
-def _leave(block: Any, *raised: Any) -> None:
-    block.leave(lambda: None, *raised)
 
 
 class Rollback:

@@ -405,5 +405,5 @@ def test_help_shows_the_contract_and_no_addresses() -> None:
     shown = pydoc.plain(pydoc.render_doc(torchguard.Transaction))
     assert "committed: whether the last block's step counts" in shown
     public = {name for name in vars(torchguard.Transaction) if not name.startswith("_")}
-    assert public == {"run", "guarantee", "stats"}
+    assert public == {"run", "guarantee", "stats", "state_dict", "load_state_dict"}
     assert "steps the schedulers too" in inspect.getdoc(torchguard.Transaction.run).splitlines()[0]  # type: ignore[union-attr]

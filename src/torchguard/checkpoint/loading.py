@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
 from torchguard._torch import patch, tensors_loaded_by_copies
-from torchguard.checkpoint.optimizer_state import load_optimizer
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.equivalence.operands import Copy, are_apart, copy_of, memory_of
 from torchguard.errors import DamagedFileError
@@ -28,6 +27,7 @@ from torchguard.rollback.block import rollback_on_error
 from torchguard.state.containers import Containers
 from torchguard.state.interrupts import roll_back
 from torchguard.state.modules import Modules, containers_of
+from torchguard.state.optimizer_state import load_optimizer
 
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -40,12 +41,15 @@ def run(
     batch: Any,
     *,
     retry: Retry | None,
+    parts: int,
     before_step: Callable[[], Any] | None,
+    metric: Callable[[torch.Tensor], Any] | None,
 ) -> torch.Tensor:
     """Do what ``Transaction.run`` says."""
-    _check(guarded, retry, before_step)
+    _check(guarded, retry, parts, before_step, metric)
     ranks = guarded.ranks
     samples = size = 0  # B, and the size of a part; 0 until the batch has been looked at
+    halved = False
 
     def may_halve(error: BaseException) -> bool:
         # The text of a rollback that failed may be one of memory.
@@ -59,13 +63,14 @@ def run(
         together = contextlib.nullcontext() if ranks is None else ranks.attempt(code_of)
         try:
             with together:
-                parts: Iterable[tuple[Any, float]] = [(batch, 1.0)]
-                if retry is not None:
+                pieces: Iterable[tuple[Any, float]] = [(batch, 1.0)]
+                if retry is not None or parts > 1:
                     samples = _samples(batch)
-                    size = min(size or step.part_size or samples, samples)
-                    parts = _parts(batch, samples, size)
+                    size = size or min(step.part_size or samples, math.ceil(samples / parts))
+                    pieces = _parts(batch, samples, size)
                 with step:
-                    loss = _train(guarded, loss_of, parts, before_step)
+                    loss = _train(guarded, loss_of, pieces, before_step)
+                    _update(guarded, loss, metric)
         except BaseException as error:
             if ranks is None:
                 again = may_halve(error) and not step.committed
@@ -75,7 +80,7 @@ def run(
                 raise
             _clear_frames(error)
         else:
-            if size < samples and size != step.part_size:
+            if halved and size != step.part_size:
                 step.part_size = size  # the batches after it begin with it, and do not warn
                 warnings.warn(
                     f"a batch of {samples} samples ran out of memory; it was run in parts of "
@@ -87,7 +92,7 @@ def run(
         # Outside of the except clause: until there the exception holds the frames of the failed
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         _empty_caches()
-        size = (size + 1) // 2
+        size, halved = (size + 1) // 2, True
         record("batch_halved", "transaction", f"memory ran out; the next parts have {size} samples")
 
 
@@ -97,7 +102,7 @@ def _train(
     parts: Iterable[tuple[Any, float]],
     before_step: Callable[[], Any] | None,
 ) -> torch.Tensor:
-    """Run forward, backward and step, as a plain loop does; return the mean loss, detached."""
+    """Run forward and backward, as a plain loop does; return the mean loss, detached."""
     if guarded.ranks is None:
         loss = _backward(guarded, loss_of, parts)
         if guarded.gate is not None:
@@ -111,11 +116,13 @@ def _train(
             for optimizer in guarded.training.optimizers:
                 guarded.scaler.unscale_(optimizer)
         before_step()
-    _update(guarded)
     return loss
 
 
-def _update(guarded: Guarded) -> None:
+def _update(
+    guarded: Guarded, loss: torch.Tensor, metric: Callable[[torch.Tensor], Any] | None
+) -> None:
+    """Step optimizers, scaler and schedulers, and drop the gradients."""
     scaler, optimizers = guarded.scaler, guarded.training.optimizers
     for optimizer in optimizers:
         if scaler is None:
@@ -128,7 +135,11 @@ def _update(guarded: Guarded) -> None:
         scaler.update()
     for scheduler in guarded.schedulers:
         _warn_of_second_step(guarded, scheduler)
-        scheduler.step()
+        if isinstance(scheduler, ReduceLROnPlateau):
+            assert metric is not None  # _check has asked
+            scheduler.step(metric(loss))
+        else:
+            scheduler.step()
         guarded.epochs[id(scheduler)] = getattr(scheduler, "last_epoch", None)
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -180,21 +191,29 @@ def _gradients(guarded: Guarded) -> list[tuple[int, int | None]]:
     return list(zip(map(id, present), versions_of(present), strict=True))
 
 
-def _check(guarded: Guarded, retry: object, before_step: object) -> None:
+def _check(
+    guarded: Guarded, retry: object, parts: object, before_step: object, metric: object
+) -> None:
     if retry not in {None, *get_args(Retry)}:
         raise ValueError(f"run: retry is {retry!r}, expected 'halve' or None")
+    if not isinstance(parts, int) or parts < 1:
+        raise ValueError(f"run: parts is {parts!r}, expected a number of 1 or more")
     if before_step is not None and not callable(before_step):
         raise TypeError(
             f"run: before_step is of type {type(before_step).__name__}, expected a function: "
             "write before_step=clip, without parentheses"
         )
-    for scheduler in guarded.schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError(
-                "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "
-                "metric; pass it as transaction(..., also=(scheduler,)) and step it yourself"
-            )
-
+    if metric is not None and not callable(metric):
+        raise TypeError(
+            f"run: metric is of type {type(metric).__name__}, expected a function of the loss: "
+            "write metric=float"
+        )
+    if metric is None and any(isinstance(s, ReduceLROnPlateau) for s in guarded.schedulers):
+        raise TypeError(
+            "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "
+            "metric: pass metric=, a function of the loss, or transaction(..., also=(scheduler,)) "
+            "and step it yourself"
+        )
     if guarded.ranks is None and any(
         isinstance(m, DistributedDataParallel) for m in guarded.training.modules
     ):
@@ -240,20 +259,20 @@ def _samples(batch: Any) -> int:
     rows = [(name, len(leaf)) for name, leaf in leaves if _has_rows(leaf)]
     if not rows:
         raise TypeError(
-            "run: retry='halve' found no tensor to split in the batch; expected tensors whose "
+            "run: found no tensor to split in the batch; expected tensors whose "
             "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
         )
     first, samples = rows[0]
     for name, leaf in leaves:
         if _has_rows(leaf) and len(leaf) != samples:
             raise TypeError(
-                f"run: retry='halve' can't split {name} of shape {tuple(leaf.shape)}: expected "
+                f"run: can't split {name} of shape {tuple(leaf.shape)}: expected "
                 f"{samples} in dimension 0, as {first} has; let loss_of close over what is not "
                 "one row per sample"
             )
         if not _has_rows(leaf) and not _is_constant(leaf):
             raise TypeError(
-                f"run: retry='halve' can't split {name}, of type {type(leaf).__name__}"
+                f"run: can't split {name}, of type {type(leaf).__name__}"
                 f"{_layout(leaf)}; let loss_of close over it, or pass the tensors it is made of"
             )
     return samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ from torchguard._public import public
 from torchguard._torch.optimizers import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
 from torchguard.state.interrupts import DeferredSignals
+from torchguard.state.open_steps import refuse_inside_step
 from torchguard.transactions.block import Block, Guarded, watch
 from torchguard.transactions.optimizer_step import steps_fused
+from torchguard.transactions.resume import load, state_of
 from torchguard.transactions.retry import Retry, differs_in_parts, run
 
 
@@ -76,8 +78,10 @@ class Transaction:
         loss_of: Callable[[Any], Tensor],
         batch: Any,
         *,
+        parts: int = 1,
         retry: Retry | None = None,
         before_step: Callable[[], Any] | None = None,
+        metric: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
         """Run one training step; it steps the schedulers too, so your loop must not.
 
@@ -92,8 +96,9 @@ class Transaction:
             scheduler.step()
             optimizer.zero_grad()
 
-        With ``retry="halve"``, a step that runs out of memory is rolled back and run again in parts
-        of half the size. The loss of each part is weighted by its share of the samples, so that the
+        With ``parts=4``, gradients accumulate over four parts of the batch. With
+        ``retry="halve"``, a step that runs out of memory is rolled back and run again in twice as
+        many parts. The loss of each part is weighted by its share of the samples, so that the
         gradient is that of the whole batch up to rounding. Statistics over the batch (BatchNorm)
         are those of the parts. The size is kept for the batches after it, and a warning says so.
 
@@ -102,9 +107,12 @@ class Transaction:
             batch: tensors whose dimension 0 counts the samples, in lists, tuples, mappings
                 (``BatchEncoding``) or dataclasses. Lists of as many strings or numbers as there
                 are samples are split too; other numbers, strings and 0-d tensors go to each part.
+            parts: into how many parts of equal size the batch is split; the last may be smaller.
             retry: what to do when memory runs out; None raises at once.
             before_step: a function, called between backward and the optimizers' steps, with
                 gradients unscaled: the place for ``clip_grad_norm_``.
+            metric: takes the mean loss, and returns what a ReduceLROnPlateau steps with: ``float``.
+                With ``group=``, it has to return the same on all ranks.
 
         Returns:
             The mean loss of the batch, detached, a tensor of one number.
@@ -112,11 +120,15 @@ class Transaction:
         Raises:
             TypeError: the batch can't be split (the message names what), ``loss_of`` does not
                 return one number or calls ``backward()`` itself, ``before_step`` is not a
-                function, or a scheduler is a ReduceLROnPlateau, which needs a metric.
-            ValueError: ``retry`` is another, or a DistributedDataParallel model without ``group=``.
+                function, or a scheduler is a ReduceLROnPlateau and ``metric`` is missing.
+            ValueError: ``retry`` is another, ``parts`` is below 1, or a model is a
+                DistributedDataParallel and the transaction has no ``group=``.
             PeerFailedError: another rank failed; with ``group=``.
         """
-        return run(self, self._guarded, loss_of, batch, retry=retry, before_step=before_step)
+        return run(
+            self, self._guarded, loss_of, batch,
+            retry=retry, parts=parts, before_step=before_step, metric=metric,
+        )  # fmt: skip
 
     @property
     def guarantee(self) -> str:
@@ -165,6 +177,37 @@ class Transaction:
             0 if gate is None else gate.skipped,
             {kind: count for kind, count in self._put_back.items() if count},
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the training consists of, to resume it bit for bit.
+
+        These are the states of models, optimizers, scaler, schedulers and ``also=``, of every
+        random generator (PyTorch's on each device in use, Python's, numpy's), and the number of
+        commits. ``torchguard.save`` and ``torch.load(weights_only=True)`` take it, and so does
+        ``torch.distributed.checkpoint``. Gradients are not in it: call it after a step.
+
+        Raises:
+            SaveError: called inside a block, which is half a step.
+        """
+        refuse_inside_step("step.state_dict()")
+        counts = {"commits": self._commits, "part_size": self.part_size}
+        return {**state_of(self._guarded), **counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, whole or not at all.
+
+        The state of an optimizer goes to the parameters of the same names, if both have names, and
+        keeps the dtype in which it was saved.
+
+        Raises:
+            TypeError: the state is not one of a transaction.
+            ValueError: it has another number of optimizers or of other parts, no generator that is
+                in use, or those of a device that is not there.
+            SaveError: called inside a block.
+        """
+        refuse_inside_step("step.load_state_dict()")
+        load(self._guarded, state)
+        self._commits, self.part_size = state["commits"], state["part_size"]
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refuse to decorate: a step is a block."""

@@ -224,6 +224,8 @@ def training() -> None:
     assert_type(loss, torch.Tensor)
     assert_type(step.guarantee, str)
     assert_type(step.committed, bool)
+    step.run(lambda x: module(x).mean(), torch.ones(4, 2), parts=2, metric=float)
+    step.load_state_dict(step.state_dict())
     assert_type(step.stats(), torchguard.TransactionStats)
     if torch.distributed.is_initialized():
         agree: torchguard.Replicas = torchguard.replicas_agree(module, optimizer, every=10)

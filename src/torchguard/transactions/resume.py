@@ -1,0 +1,163 @@
+"""``step.state_dict()``: everything that a training consists of, to resume it bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchguard.state.interrupts import roll_back
+from torchguard.state.optimizer_state import load_optimizer
+from torchguard.state.random import RNGState
+from torchguard.transactions.block import Guarded
+
+_PARTS = ("models", "optimizers", "scalers", "schedulers", "also")
+
+
+def state_of(guarded: Guarded) -> dict[str, Any]:
+    """Return the states of models, optimizers and the rest, and of the random generators.
+
+    Lists are dicts by position: DCP goes into dicts.
+    """
+    state: dict[str, Any] = {
+        part: {str(number): _state_of(each) for number, each in enumerate(items)}
+        for part, items in _parts_of(guarded).items()
+    }
+    return {**state, "random": random_state()}
+
+
+def load(guarded: Guarded, state: Any) -> None:
+    """Load such a state, whole or not at all."""
+    calls = _calls(guarded, state)
+    before = guarded.training.capture(parameters=True)
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        roll_back(before.restore, [])
+        raise
+    guarded.accumulation = None
+    guarded.epochs.clear()
+
+
+def _parts_of(guarded: Guarded) -> dict[str, tuple[Any, ...]]:
+    training = guarded.training
+    scalers = training.others[: len(training.others) - len(guarded.schedulers)]
+    values = (training.modules, training.optimizers, scalers, guarded.schedulers, training.also)
+    return dict(zip(_PARTS, values, strict=True))
+
+
+def _state_of(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item
+    return item.get_state() if isinstance(item, torch.Generator) else item.state_dict()
+
+
+def _calls(guarded: Guarded, state: Any) -> list[Callable[[], Any]]:
+    """Return the calls that load a state; raise if it is not one of this transaction."""
+    expected = (*_PARTS, "random", "commits", "part_size")
+    if not isinstance(state, Mapping) or not all(part in state for part in expected):
+        found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+        raise TypeError(
+            f"load_state_dict: expected what step.state_dict() returned, with the keys "
+            f"{', '.join(expected)}, got {found}"
+        )
+    calls: list[Callable[[], Any]] = []
+    for part, items in _parts_of(guarded).items():
+        if len(items) != len(state[part]):
+            raise ValueError(
+                f"load_state_dict: the state has {len(state[part])} {part}, the transaction has "
+                f"{len(items)}: make the transaction from the same objects as before"
+            )
+        calls += [partial(_load, each, state[part][str(n)]) for n, each in enumerate(items)]
+    return [*calls, *random_calls(state["random"])]
+
+
+def _load(item: Any, state: Any) -> None:
+    if isinstance(item, Tensor):
+        if item.shape != state.shape:
+            raise ValueError(
+                f"load_state_dict: a tensor of also= has shape {tuple(item.shape)}, the state has "
+                f"{tuple(state.shape)}"
+            )
+        with torch.no_grad():
+            item.copy_(state)
+    elif isinstance(item, torch.Generator):
+        item.set_state(state)
+    elif isinstance(item, Optimizer):
+        load_optimizer(item.load_state_dict, item, state)
+    else:
+        item.load_state_dict(state)
+
+
+# --- random generators -----------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Return where the generators of the process stand, as tensors, numbers and texts."""
+    states = RNGState.capture()
+    names = _names(len(states.read))
+    return {name: _plain(read) for name, read in zip(names, states.read, strict=True)}
+
+
+def random_calls(state: Mapping[str, Any]) -> Iterable[Callable[[], Any]]:
+    """Return the calls that set the generators; raise if there are others than in the state."""
+    for device in (torch.cuda, torch.xpu):
+        wanted = sum(name.startswith(device.__name__.rpartition(".")[2]) for name in state)
+        if wanted > device.device_count():
+            raise ValueError(
+                f"load_state_dict: the state has generators of {wanted} devices of "
+                f"{device.__name__}, of which this machine has {device.device_count()}"
+            )
+        if wanted:
+            device.init()
+    generators = RNGState.capture().generators
+    names = _names(len(generators))
+    if lacking := [name for name in names if name not in state]:
+        raise ValueError(
+            f"load_state_dict: the state has no generator {', '.join(lacking)}, which is in use"
+        )
+    return [
+        partial(set_state, _restored(state[name]))
+        for name, (_, set_state) in zip(names, generators, strict=True)
+    ]
+
+
+def _names(count: int) -> list[str]:
+    """Return a name for each of the generators that :class:`RNGState` reads, in its order."""
+    names = ["cpu"]
+    for device in ("cuda", "xpu"):
+        module = getattr(torch, device)
+        if module.is_initialized():
+            names += [f"{device}:{index}" for index in range(module.device_count())]
+    names += ["mps"] if torch.backends.mps.is_available() else []
+    names += ["python", "numpy"]
+    assert len(names) == count
+    return names
+
+
+def _plain(value: Any) -> Any:
+    """Return a state as what ``torch.load(weights_only=True)`` reads."""
+    if isinstance(value, np.ndarray):
+        return {"bytes": torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8),
+                "dtype": str(value.dtype)}  # fmt: skip
+    if isinstance(value, tuple):  # Python's: a version, 625 numbers, a float or None
+        version, numbers, gauss = value
+        return {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss}
+    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _restored(value: Any) -> Any:
+    """Return the state of which :func:`_plain` has made this."""
+    if not isinstance(value, Mapping):
+        return value
+    if "bytes" in value:
+        return np.frombuffer(value["bytes"].numpy().tobytes(), dtype=value["dtype"])
+    if "numbers" in value:
+        return value["version"], tuple(value["numbers"].tolist()), value["gauss"]
+    return {key: _restored(each) for key, each in value.items()}

@@ -1,0 +1,255 @@
+"""step.state_dict() and step.load_state_dict(): resumed bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import torchguard
+from support.small_training import bits, everything
+
+STEPS, SAVED_AFTER = 6, 3
+
+
+class Position:
+    """A position in the data, as samplers and loaders have one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Training:
+    """Dropout, BatchNorm, three kinds of random numbers, a scaler, a schedule, an average."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  what users draw from
+        self.model = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=0.1, **options)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.position, self.total = Position(), torch.zeros(2)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.step = torchguard.transaction(
+            self.model, self.optimizer, self.scaler, self.scheduler,
+            also=(self.position, self.total, self.generator, self.average),
+        )  # fmt: skip
+
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        noise = random.gauss(0, 1) + float(np.random.randn())  # noqa: NPY002
+        return self.model(x * noise).square().mean()  # type: ignore[no-any-return]
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            x = torch.randn(4, 3, generator=self.generator) + self.position.number
+            losses.append(self.step.run(self.loss_of, x, parts=2).item())
+            self.average.update_parameters(self.model)
+            self.position.number += 1
+            self.total += 1
+        return losses
+
+    def state(self) -> Any:
+        rest = [self.scaler.get_scale(), self.scheduler.get_last_lr(), self.total.tolist()]
+        drawn = [torch.get_rng_state().tolist(), random.getstate(), self.generator.get_state()]
+        average = dict(self.average.state_dict())
+        return [everything(self.model, self.optimizer), rest, bits(drawn), bits(average)]
+
+
+def by_torchguard(state: Any, folder: Path) -> Callable[[Training], Any]:
+    torchguard.save(state, folder / "state.pt")
+    return lambda _: torchguard.load(folder / "state.pt")
+
+
+def by_torch(state: Any, folder: Path) -> Callable[[Training], Any]:
+    torch.save(state, folder / "state.pt")
+    return lambda _: torch.load(folder / "state.pt", weights_only=True)
+
+
+def by_dcp(state: Any, folder: Path) -> Callable[[Training], Any]:
+    """Which loads into a state that is there, so the new training has made a step."""
+    dcp.save(state, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined,unused-ignore]
+
+    def load(training: Training) -> Any:
+        training.train(1)
+        found = training.step.state_dict()
+        dcp.load(found, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined,unused-ignore]
+        return found
+
+    return load
+
+
+@pytest.mark.filterwarnings("ignore:.*(checkpoint|TypedStorage)")
+@pytest.mark.parametrize("save", [by_torchguard, by_torch, by_dcp])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_training_goes_on_as_if_it_had_not_been_stopped(
+    save: Any, fused: bool, tmp_path: Path
+) -> None:
+    whole = Training(0, fused=fused)
+    expected = whole.train(STEPS)
+    stopped = Training(0, fused=fused)
+    assert stopped.train(SAVED_AFTER) == expected[:SAVED_AFTER]
+    load = save(stopped.step.state_dict(), tmp_path)
+    resumed = Training(7, fused=fused)  # another seed: everything comes from the state
+    resumed.step.load_state_dict(load(resumed))
+    assert resumed.step.stats().commits == SAVED_AFTER
+    assert resumed.train(STEPS - SAVED_AFTER) == expected[SAVED_AFTER:]
+    assert resumed.state() == whole.state()
+
+
+def other_optimizers(state: dict[str, Any]) -> None:
+    state["optimizers"]["1"] = state["optimizers"]["0"]
+
+
+def other_shapes(state: dict[str, Any]) -> None:
+    """The last model of the state does not fit, when the first parts have been loaded."""
+    state["also"]["1"] = torch.zeros(5)
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "optimizers": (other_optimizers, "the state has 2 optimizers, the transaction has 1"),
+    "shape": (other_shapes, r"a tensor of also= has shape \(2,\), the state has \(5,\)"),
+    "generator": (lambda s: s["random"].pop("numpy"), "no generator numpy, which is in use"),
+    "device": (
+        lambda s: s["random"].update({f"cuda:{n}": s["random"]["cpu"] for n in range(99)}),
+        "generators of 99 devices of torch.cuda, of which this machine has",
+    ),
+    "keys": (lambda s: s.pop("commits"), "expected what step.state_dict.. returned"),
+    "model": (lambda s: s["models"]["0"].pop("0.weight"), "Missing key"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_that_does_not_fit_changes_nothing_and_says_why(wrong: str) -> None:
+    change, message = WRONG[wrong]
+    training = Training(0)
+    training.train(2)
+    state = copy.deepcopy(training.step.state_dict())
+    change(state)
+    training.train(1)
+    before = training.state()
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        training.step.load_state_dict(state)
+    assert training.state() == before
+    assert training.step.stats().commits == 3
+
+
+def test_moments_go_to_the_parameters_of_the_same_names() -> None:
+    saved, loaded = Training(0), Training(1)
+    saved.train(2)
+    order = list(reversed(list(loaded.model.named_parameters())))
+    optimizer = torch.optim.AdamW(order, lr=0.1)
+    if "param_names" not in optimizer.param_groups[0]:
+        pytest.skip("optimizers know no names in this torch")
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    also = (loaded.position, loaded.total, loaded.generator, loaded.average)
+    step = torchguard.transaction(loaded.model, optimizer, loaded.scaler, scheduler, also=also)
+    step.load_state_dict(copy.deepcopy(saved.step.state_dict()))
+    for ours, theirs in zip(loaded.model.parameters(), saved.model.parameters(), strict=True):
+        moment = saved.optimizer.state[theirs]["exp_avg"]
+        assert torch.equal(optimizer.state[ours]["exp_avg"], moment)
+
+
+def test_half_a_step_is_neither_saved_nor_loaded() -> None:
+    training = Training(0)
+    state = training.step.state_dict()
+    with training.step:
+        for call in (training.step.state_dict, lambda: training.step.load_state_dict(state)):
+            with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
+                call()
+
+
+def test_a_generator_of_numpy_that_was_exchanged_is_saved(tmp_path: Path) -> None:
+    of_numpy: Any = np.random  # whose types leave these two out
+    before = of_numpy.get_bit_generator()
+    step = torchguard.transaction(nn.Linear(1, 1), [])
+    try:
+        of_numpy.set_bit_generator(np.random.PCG64(3))
+        torch.save(step.state_dict(), tmp_path / "state.pt")
+        drawn = np.random.rand()  # noqa: NPY002
+        step.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert np.random.rand() == drawn  # noqa: NPY002
+    finally:
+        of_numpy.set_bit_generator(before)
+
+
+# ---- step.run(parts=, metric=) ----
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 99])
+def test_gradients_accumulate_over_parts_and_are_those_of_the_whole_batch(parts: int) -> None:
+    models = []
+    for number in (1, parts):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).double()
+        step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        sizes: list[int] = []
+
+        def loss_of(x: torch.Tensor, model: Any = model, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(len(x))
+            return model(x).square().mean()  # type: ignore[no-any-return]
+
+        step.run(loss_of, torch.randn(7, 3).double(), parts=number)
+        models.append(list(model.parameters()))
+    assert sizes == {1: [7], 2: [4, 3], 3: [3, 3, 1], 99: [1] * 7}[parts]
+    torch.testing.assert_close(models[1], models[0])
+    with pytest.raises(ValueError, match="parts is 0, expected a number of 1 or more"):
+        step.run(loss_of, torch.ones(1, 3), parts=0)
+
+
+def test_memory_that_runs_out_doubles_the_parts(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(3, 1)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    sizes: list[int] = []
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).mean()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        step.run(loss_of, torch.ones(8, 3), parts=2, retry="halve")
+    assert sizes == [4, *[2] * 8]
+    assert [str(each.message)[:37] for each in recwarn] == [
+        "a batch of 8 samples ran out of memory"[:37]
+    ]
+    assert step.stats().rollbacks == {"OutOfMemoryError": 1}
+
+
+def test_a_plateau_steps_with_the_metric() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    optimizer.param_groups[0]["lr"] = 1.0
+    step = torchguard.transaction(model, optimizer, scheduler=plateau)
+    seen: list[torch.Tensor] = []
+
+    def metric(loss: torch.Tensor) -> float:
+        seen.append(loss)
+        return 1.0
+
+    losses = [step.run(lambda x: model(x).mean(), torch.ones(1, 1), metric=metric) for _ in "abc"]
+    assert [each.item() for each in seen] == [each.item() for each in losses]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(TypeError, match="metric is of type float, expected a function"):
+        step.run(lambda x: model(x).mean(), torch.ones(1, 1), metric=1.0)  # type: ignore[arg-type]

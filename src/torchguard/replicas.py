@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchguard import _pytree
+from torchguard._events import record
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
 
@@ -119,14 +120,14 @@ class Replicas:
         batches = {first: found for rank, first, found in gathered if rank == first}
         for rank, first, found in gathered:
             if found != batches.get(first, found):
-                raise ReplicasDisagreeError(
+                raise _disagreement(
                     f"replicas_agree: ranks {first} and {rank} share a batch and have other samples"
                 )
         owner: dict[int, int] = {}
         for first, found in sorted(batches.items()):
             for sample in found:
                 if owner.setdefault(sample, first) != first:
-                    raise ReplicasDisagreeError(
+                    raise _disagreement(
                         f"replicas_agree: ranks {owner[sample]} and {first} both have sample "
                         f"{sample}; give each its part, with a DistributedSampler"
                     )
@@ -209,11 +210,17 @@ class Replicas:
             alike.setdefault(each, []).append(rank)
         sets = " | ".join(", ".join(map(str, ranks)) for ranks in alike.values())
         count, names = len({name for name, _ in differing}), len({name for name, _ in held})
-        raise ReplicasDisagreeError(
+        raise _disagreement(
             f"replicas_agree: {first} is not the same on all ranks: ranks {sets} hold other bits. "
             f"{count} of {names} tensors differ. Load the last checkpoint, or broadcast the "
             "parameters from one rank, and look for what only some ranks do"
         )
+
+
+def _disagreement(text: str) -> ReplicasDisagreeError:
+    """Count the event, and make the error to raise."""
+    record("replicas_differ", "replicas_agree", text)
+    return ReplicasDisagreeError(text)
 
 
 def _values(owner: str, held: Any) -> Iterator[tuple[str, Any]]:

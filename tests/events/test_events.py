@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import torchguard
 from torchguard import _events
@@ -81,3 +84,62 @@ def test_threads_lose_no_event() -> None:
     for thread in threads:
         thread.join()
     assert counts() == {"overlap": 1600}
+
+
+def _first_event(kind: str) -> _events.Event:
+    [event] = [each for each in torchguard.events() if each.kind == kind]
+    assert event.where.rpartition(":")[0] == __file__
+    assert event.count == 1
+    return event
+
+
+def test_a_block_that_is_rolled_back_is_an_event() -> None:
+    tensor = torch.zeros(3)
+    with pytest.raises(IndexError), torchguard.rollback_on_error(tensor, data=True):
+        tensor[7] = 1
+    assert _first_event("rolled_back").guard == "rollback_on_error"
+
+
+def test_an_operand_that_is_copied_is_an_event() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    with torchguard.install("overlap"), pytest.warns(torchguard.OverlapWarning):
+        x -= x[:, :1]
+    assert _first_event("overlap").guard == "overlap"
+
+
+def test_an_index_out_of_range_is_an_event() -> None:
+    with torchguard.install("checks"), pytest.raises(IndexError):
+        torch.nn.functional.one_hot(torch.tensor([5]), 3)
+    assert "one_hot" in _first_event("out_of_range").message
+
+
+def test_a_file_that_is_kept_is_an_event(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):
+        torchguard.save(lambda: None, tmp_path / "model.pt")
+    assert "model.pt" in _first_event("file_kept").message
+
+
+def test_read_only_memory_that_is_copied_is_an_event() -> None:
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with torchguard.install("numpy"):
+        torch.from_numpy(frozen)
+    assert _first_event("copied_on_write").guard == "numpy"
+
+
+def test_a_batch_that_is_halved_and_a_step_that_is_skipped_are_events() -> None:
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torchguard.transaction(net, optimizer, skip_nonfinite=True)
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        if len(part) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        loss: torch.Tensor = net(part).mean()
+        return loss * float("nan")
+
+    with pytest.warns(RuntimeWarning):
+        step.run(loss_of, torch.ones(4, 2), retry="halve")
+    assert _first_event("batch_halved").guard == "transaction"
+    assert _first_event("step_skipped").guard == "transaction"
+    assert _first_event("rolled_back").guard == "transaction"

@@ -11,7 +11,8 @@ convex hull of the points (W[i], D[k-1, i]): O(D) for each k, not O(D^2).
 
 Where the cost falls somewhere, padding further can be cheaper. What a size costs is
 then the cheapest size that holds it, and that never falls: every cost becomes one
-for which the hull is right.
+for which the hull is right. Where each bucket has a price instead of K, or where a
+bound limits the padding, all i are tried: O(D^2) at worst, a second for 50,000 sizes.
 
 Shapes: D distinct sizes, K buckets.
 """
@@ -189,3 +190,116 @@ def _read(buckets: _Integers, cuts: list[NDArray[np.int32]], cost: float) -> Fit
         sizes.add(int(buckets[end - 1]))
         end = int(cut[end - 1])
     return FittedLadder(tuple(sorted(sizes)), cost)
+
+
+# ---- with a price for each bucket, or a bound on the padding ----
+#
+# What is compiled already may end a run at any size, and a run with a bound begins in a window of
+# positions. The hull knows neither, so here the window of each end is looked through.
+
+
+_Run: TypeAlias = tuple[int, int, int, float, float]
+"""A run of sizes that a bucket may serve: the bucket, the first position at which the run may
+begin, where it ends, the bucket's cost and its price."""
+
+_Cuts: TypeAlias = dict[int, tuple[int, int]]
+"""The beginning of a run and its bucket, by the position of the run's end."""
+
+
+def ladder_of_runs(
+    observed: Observed,
+    *,
+    count: int | None,
+    cost: Cost,
+    multiple_of: int,
+    top: int,
+    reach: int,
+    compile_cost: float = 0.0,
+    step_cost: float = 1.0,
+    already_compiled: Sequence[int] = (),
+    max_padding: float = math.inf,
+    bound: _Integers,
+) -> tuple[int, ...]:
+    """Return the cheapest ladder of at most ``count`` buckets, or, with None, a price for each.
+
+    The largest is ``top``, or a compiled one from ``reach`` on. With ``max_padding``, which is
+    about the sizes in ``bound``, a bucket is the largest of its sizes, also where a cost falls.
+    """
+    sizes, weights = grouped(np.append(observed.sizes, reach), np.append(observed.weights, 0.0))
+    below = np.append(0.0, np.cumsum(weights))
+    wanted = np.unique(_aligned(sizes, multiple_of, top))
+    if math.isinf(max_padding):
+        paid, costs = _cheapest(wanted, cost, multiple_of, top)
+    else:
+        paid, costs = wanted, costs_of(wanted, cost, "Buckets.fit")
+    # What is compiled already is a bucket at no price, aligned or not.
+    free = np.array([size for size in already_compiled if size >= sizes[0]], dtype=np.int64)
+    costs = step_cost * np.append(costs, costs_of(free, cost, "Buckets.fit"))
+    share = (1 + max_padding) * (1 + 1e-12)  # 1.15 * 20 is 22.999999999999996, not 23
+    aligned = _aligned(bound, multiple_of, top)
+    above = np.flatnonzero(aligned > bound * share)
+    if above.size:
+        size, bucket = int(bound[above[0]]), int(aligned[above[0]])
+        raise ValueError(
+            f"Buckets.fit: max_padding is {max_padding}, but multiple_of={multiple_of} makes "
+            f"{bucket} of {size}, which is {100 * (bucket / size - 1):.0f} % more: pass a smaller "
+            "multiple_of or a larger max_padding"
+        )
+    # By position, the largest bucket of the smallest size in bound that a run from there on has.
+    limits = np.append(bound, math.inf)[np.searchsorted(bound, sizes)] * share
+    buckets = np.append(paid, free)
+    begins = np.searchsorted(limits, buckets)
+    ends = np.searchsorted(sizes, np.append(wanted, free), side="right")
+    penalties = np.repeat([compile_cost, 0.0], [len(paid), len(free)])
+    columns = (buckets, begins, ends, costs, penalties)
+    order = np.lexsort((buckets, ends))
+    runs: list[_Run] = list(zip(*(column[order].tolist() for column in columns), strict=True))
+    reached = np.append(0.0, np.full(len(sizes), math.inf))
+    layers: list[_Cuts] = []
+    most = 1 if count is None else count
+    # Beyond count only so that the error can name how many it takes.
+    while len(layers) < most or math.isinf(reached[-1]):
+        # Without a count one pass does: a run may begin wherever an earlier one of it ends.
+        further = reached if count is None else reached.copy()
+        layers.append(_one_more_run(runs, reached, further, below))
+        reached = further
+        if not layers[-1]:  # no further bucket saves anything
+            break
+    if len(layers) > most:
+        raise ValueError(
+            f"Buckets.fit: max_padding={max_padding} takes {len(layers)} buckets, but "
+            f"count is {count}: pass count={len(layers)} or more, or a larger max_padding"
+        )
+    position, found = len(sizes), set[int]()
+    if count is None:
+        layers *= len(sizes)
+        if math.isinf(max_padding):  # sizes above reach are a prior's: no call needs a bucket
+            first = int(np.searchsorted(sizes, reach)) + 1
+            position = first + int(reached[first:].argmin())
+    for cuts in reversed(layers):
+        if position in cuts:
+            position, bucket = cuts[position]
+            found.add(bucket)
+    return tuple(sorted(found))
+
+
+def _one_more_run(runs: list[_Run], reached: _Floats, further: _Floats, below: _Floats) -> _Cuts:
+    """Lower ``further``, the least cost up to each position, by one more run that ends there.
+
+    Where the cost does not fall, the best run never begins before that of an earlier end.
+    """
+    cuts: _Cuts = {}
+    highest, floor = 0.0, 0
+    for bucket, begin, end, cost, penalty in runs:
+        begin = max(begin, floor) if cost >= highest else begin  # noqa: PLW2901
+        if begin >= end:
+            continue
+        totals = reached[begin:end] + cost * (below[end] - below[begin:end])
+        first = int(totals.argmin())
+        total = float(totals[first]) + penalty
+        if cost >= highest:
+            highest, floor = cost, begin + first
+        if total < further[end]:
+            further[end] = total
+            cuts[end] = (begin + first, bucket)
+    return cuts

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchguard._events import record
 from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch
@@ -93,7 +94,7 @@ def save_file(
     if path is None:
         write(tensors, filename, metadata)
     else:
-        replace_file(path, lambda new: write(tensors, new, metadata), fsync=fsync)
+        _replace(path, lambda new: write(tensors, new, metadata), fsync=fsync)
 
 
 def guard_save(original: Callable[..., None], *, fsync: bool = True) -> Callable[..., None]:
@@ -109,7 +110,7 @@ def guard_save(original: Callable[..., None], *, fsync: bool = True) -> Callable
             original(obj, temporary, *args, **options)
             _check_end(temporary, path)
 
-        replace_file(path, write, fsync=fsync)
+        _replace(path, write, fsync=fsync)
 
     return save
 
@@ -125,7 +126,7 @@ def guard_serialize_file(original: Callable[..., None]) -> Callable[..., None]:
         if path is None:
             original(flattened, filename, metadata=metadata)
         else:
-            replace_file(path, lambda new: original(flattened, new, metadata=metadata))
+            _replace(path, lambda new: original(flattened, new, metadata=metadata))
 
     return serialize_file
 
@@ -144,9 +145,18 @@ def guard_commit(original: Callable[[Any], None]) -> Callable[[Any], None]:
             return
         if not self.f.closed:
             self.f.close()
-        replace_file(path, lambda temporary: shutil.move(self.temp, temporary))
+        _replace(path, lambda temporary: shutil.move(self.temp, temporary))
 
     return commit
+
+
+def _replace(path: str, write: Callable[[str], object], *, fsync: bool = True) -> None:
+    """Replace a file whole, and count the event if that fails."""
+    try:
+        replace_file(path, write, fsync=fsync)
+    except BaseException as error:
+        record("file_kept", "save", f"{path} is not written after {type(error).__name__}")
+        raise
 
 
 def _check_end(temporary: str, path: str) -> None:

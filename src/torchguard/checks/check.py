@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.overrides import has_torch_function
 
+from torchguard._events import record
 from torchguard._torch import (
     computing_unseen,
     show_overriding,
@@ -64,7 +65,9 @@ class Site(NamedTuple):
         text = f"expected {allowed}, got {smallest} to {largest}"
         if self.kind == "divisor":
             text = "an integer can't be divided by zero (ZeroDivisionError)"
-        return _ERRORS[self.kind](f"{self.function}{where}: {self.argument}: {text}{places}")
+        error = _ERRORS[self.kind](f"{self.function}{where}: {self.argument}: {text}{places}")
+        record("out_of_range", "checks", str(error))
+        return error
 
 
 # ---- what is on ----

@@ -97,7 +97,7 @@ def _losses(*, guarded: bool, fails: bool) -> list[float]:
                 second.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                loss = float(first + second)
+                loss = float((first + second).detach())
         losses.append(loss)
     return losses
 

@@ -109,14 +109,27 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
 
     path = path or str(Path(tempfile.mkdtemp(prefix="torchguard-demo-"), "losses.png"))
     steps = len(curves["bare"]) // 2
-    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    axes.plot(curves["bare"][:steps], color="#95a5a6", linewidth=5, label="no step fails")
-    axes.plot(curves["bare"][steps:], color="#c0392b", label="bare torch: run again")
-    axes.plot(curves["guarded"][steps:], color="#1f618d", label="transaction: undone, run again")
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    lines = {
+        "no step fails": (curves["bare"][:steps], "#95a5a6", 5.0),
+        "PyTorch: the step is run again": (curves["bare"][steps:], "#c0392b", 1.5),
+        "transaction: rolled back, run again": (curves["guarded"][steps:], "#1f618d", 1.5),
+    }
+    for label, (losses, color, width) in lines.items():
+        axes.plot(losses, color=color, linewidth=width, label=label)
     for number in (5, 17, 29, 41, 53):
         axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
-    axes.set(xlabel="step (dotted: ran out of memory)", ylabel="loss", yscale="log")
-    axes.legend(frameon=False)
+    # Behind the last step; two of the curves end at the same loss.
+    for (label, (losses, color, _)), above in zip(lines.items(), (0.72, 1.0, 1.15), strict=True):
+        axes.annotate(label, (steps + 0.5, losses[-1] * above), color=color, fontsize=9)
+    axes.set_xlim(-1, steps * 1.6)
+    axes.set(xlabel="step (dotted: out of memory)", ylabel="loss", yscale="log")
+    axes.set_xticks(range(0, steps + 1, 20))
+    axes.set_title(
+        "A step that is retried after running out of memory changes the training",
+        loc="left",
+        fontsize=10,
+    )
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._events import is_trial
+from torchguard._events import is_trial, record
 from torchguard._torch import frame_of_user, is_kept_whole
 from torchguard.equivalence.operands import Overlap, may_write, separated
 from torchguard.errors import OverlapWarning
@@ -33,6 +33,7 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
     if is_trial():
         return
     place, text, registry = _said_of(function, overlap, place)
+    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
     warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from torchguard._events import record
 from torchguard._torch import extent, patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
@@ -93,6 +94,7 @@ def _refuse_or_warn(name: str, readonly: str) -> None:
         raise ReadOnlyMemoryError(
             f"{name}: the memory is read-only, and a tensor can always be written to; pass a copy"
         )
+    record("copied_on_write", "numpy", f"{name}: read-only memory was copied")
     if readonly == "warn":
         warnings.warn(
             f"{name}: the memory is read-only, so the tensor is a copy of it",
@@ -262,6 +264,7 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             viewed = _viewed.get(storage_key(tensor.untyped_storage()))
         if viewed is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
             return original(tensor)
+        record("copied_on_write", "numpy", "a tensor that numpy looks at was sent as a copy")
         warnings.warn(
             "a tensor was sent to another process as a copy, because a numpy array is a view of "
             "its memory: neither process sees what the other one writes. Call share_memory_() "

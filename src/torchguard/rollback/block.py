@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.state.containers import require_container, tensors_in
@@ -34,6 +35,8 @@ class Rollback:
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is not None:
             roll_back(self._restore, *self._saved[-1])
+            text = f"a block was rolled back after {exception_type.__name__}"
+            record("rolled_back", "rollback_on_error", text)
         self._saved.pop()
 
     def _restore(self, snapshots: list[Snapshot], gradients: Gradients) -> None:

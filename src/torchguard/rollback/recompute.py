@@ -24,6 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from torchguard._events import record
 from torchguard._public import public
 from torchguard._pytree import reachable, with_children
 from torchguard._torch import base_of, has_own_dispatch, is_recorded, patch, version_of
@@ -180,6 +181,9 @@ class Block:
             if isinstance(top, nn.Module)
             for name, each in top.named_parameters()
             if each is tensor
+        )
+        record(
+            "recompute_refused", "recompute", f"{block} reads a tensor written since its first run"
         )
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "

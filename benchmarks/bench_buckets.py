@@ -59,7 +59,7 @@ LADDERS: dict[str, Callable[[], Buckets]] = {
 }
 OURS_OF: dict[str, int | None] = {  # by the number of buckets
     **{f"bucketed fit {count}": count for count in (4, 8, 16)},
-    "bucketed auto": None,
+    "bucketed, powers of two": None,
 }
 ROWS = ("eager", *DYNAMIC, *LADDERS, *OURS_OF)
 HAND, OURS = "by hand: the buckets of fit 8", "bucketed fit 8"
@@ -125,7 +125,7 @@ def wrapped(
     module = bucketed(
         model,
         dims={"ids": {1: "t"}, "padding": {1: "t"}},
-        buckets="auto" if count is None else fitted(count),
+        buckets=None if count is None else fitted(count),
         mask={"padding": "padding"},
         compile=options,
     )

@@ -150,7 +150,6 @@ def planning_times(repeats: int) -> list[dict[str, Any]]:
         "the same, a function": lambda: Buckets.fit(sizes, 16, cost=lambda size: size**1.5),
         "the same, from a list": lambda: Buckets.fit(listed, 16),
         "the same, maxima of batches of 16": lambda: Buckets.fit(sizes, 16, batch_size=16),
-        "the same, count chosen too": lambda: Buckets.fit(sizes, None, compile_cost=1e6),
         "1,000,000 sizes, all distinct, 16 buckets": lambda: Buckets.fit(spread, 16),
     }
     rows = []

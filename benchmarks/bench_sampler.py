@@ -133,7 +133,7 @@ def compare(kind: str, lengths: Lengths, epochs: int) -> Iterator[dict[str, Any]
     """Yield one row per rule and padding."""
     ours_per_step, top = [], int(lengths.max())
     for count in COUNTS:
-        ladder = Buckets.fit(lengths, count, tokens=max(TOKENS, top))
+        ladder = Buckets.fit(lengths, count)
         sampler = BucketBatchSampler(lengths, ladder, tokens=max(TOKENS, top))
         drawn = []
         for epoch in range(epochs):

@@ -1,32 +1,15 @@
-"""Draws ``docs/img/buckets-*.png``: a ladder for a real text, and the rules against each other."""  # noqa: INP001
+"""Draws ``docs/img/buckets-rules.png``: the rules for buckets against each other."""  # noqa: INP001
 
 from __future__ import annotations
 
-import ast
 import json
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.histogram import batch_maxima
-
 DOCS = Path(__file__).parent
 RECORD = DOCS.parent / "benchmarks" / "records" / "2026-11-21-fit-cpu.json"
-
-
-def docstring_lengths() -> list[int]:
-    """Count the words of every docstring in the standard library's top-level modules."""
-    lengths = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        lengths += [
-            len((ast.get_docstring(node) or "").split())
-            for node in ast.walk(ast.parse(path.read_bytes()))
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        ]
-    return [length for length in lengths if length]
 
 
 def rules(record: dict[str, Any], cost: str, path: Path) -> None:
@@ -49,10 +32,8 @@ def rules(record: dict[str, Any], cost: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw it."""
     (DOCS / "img").mkdir(exist_ok=True)
-    seen = batch_maxima(docstring_lengths(), 16, "make_bucket_plots")
-    Buckets.fit(seen, 8, multiple_of=8).plot(seen, DOCS / "img" / "buckets-docstrings.png")
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     rules(record, "linear", DOCS / "img" / "buckets-rules.png")
 

@@ -38,7 +38,7 @@ def ways() -> dict[str, tuple[float, int]]:
     random = np.random.default_rng(1).permutation(items).reshape(-1, ROWS).max(1)
     powers = Buckets.powers_of_two(16, 512)
     fitted = Buckets.fit(random, 8)
-    similar = Buckets.fit(items, 8, tokens=TOKENS)
+    similar = Buckets.fit(items, 8)
     sampler = BucketBatchSampler(items, similar, tokens=TOKENS)
     sampled = [int(items[batch].max()) for batch in sampler]
     full = [(sampler.batch_sizes[size], size) for size in map(similar.bucket_for, sampled)]
@@ -52,7 +52,7 @@ def ways() -> dict[str, tuple[float, int]]:
 
 def main() -> int:
     """Draw it."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - the extra `plot`
+    from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
     found = ways()
     figure = Figure(figsize=(8, 3), layout="constrained")

@@ -2,8 +2,7 @@
 
 Compile
     :func:`verified` checks each compiled graph against eager and goes on with what is right
-    (:func:`verified_backend`, :func:`verification_report`). :func:`no_recompile` raises where
-    something compiles.
+    (:func:`verified_backend`, :func:`verification_report`).
 
 Training step
     :func:`transaction` undoes a step that failed. :func:`save`, :func:`load`,
@@ -13,8 +12,8 @@ Training step
 
 Sizes
     :func:`bucketed` pads to the sizes of :class:`Buckets`; :class:`BucketBatchSampler` and
-    :class:`BucketCollator` make batches of them (:class:`PairBuckets`, :func:`packed`,
-    :func:`pad_to_bucket`, :func:`unpad`, :func:`length_mask`).
+    :class:`BucketCollator` make batches of them (:func:`pad_to_bucket`, :func:`unpad`,
+    :func:`length_mask`).
 
 Operations that fail
     :func:`guarded` and :func:`rollback_on_error` are scopes; :func:`safe_resize_`,
@@ -49,10 +48,7 @@ _PUBLIC = {
     "bucketing.buckets": ("Buckets",),
     "bucketing.collator": ("BucketCollator",),
     "bucketing.decorator.api": ("bucketed",),
-    "bucketing.decorator.no_recompile": ("no_recompile",),
-    "bucketing.packed": ("packed",),
     "bucketing.padding": ("length_mask", "pad_to_bucket", "unpad"),
-    "bucketing.pairs": ("PairBuckets",),
     "bucketing.sampler": ("BucketBatchSampler",),
     "checks.api": ("checked",),
     "checkpoint.loading": ("load", "load_state_dict"),
@@ -88,7 +84,7 @@ _RETURNED = {
     "bucketing.decorator.stats": ("BucketedStats",),
     "bucketing.decorator.warmup": ("WarmupReport",),
     "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),
-    "bucketing.padding": ("Padded", "PaddedPair"),
+    "bucketing.padding": ("Padded",),
     "checkpoint.verify": ("CheckpointCheck",),
     "defects.doctor": ("DoctorReport",),
     "patching.install": ("Installation",),
@@ -108,7 +104,6 @@ _FOLDERS = ("assignment", "bucketing", "checkpoint", "checks", "defects", "equiv
 
 # Names that were here, for one release: what to type.
 _GONE = {
-    "BucketedReport": "stats() of what is bucketed, which is a torchguard.BucketedStats",
     "halved": 'retry="halve": step.run(loss_of, batch, retry="halve")',
     "is_consistent": "torchguard.check_consistent(tensor), which raises InconsistentTensorError",
     **{
@@ -119,7 +114,6 @@ _GONE = {
             "PatchConflictError",
             "PeerFailedError",
             "ReadOnlyMemoryError",
-            "RecompileError",
             "SaveError",
             "SharedViewError",
         )

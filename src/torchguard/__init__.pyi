@@ -7,16 +7,12 @@ from torchguard.assignment.assign import sliced_assign, sliced_assign_
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.no_recompile import no_recompile
 from torchguard.bucketing.decorator.stats import BucketedStats as BucketedStats
 from torchguard.bucketing.decorator.warmup import WarmupReport as WarmupReport
 from torchguard.bucketing.decorator.wrappers import Bucketed as Bucketed
 from torchguard.bucketing.decorator.wrappers import BucketedModule as BucketedModule
-from torchguard.bucketing.packed import packed
 from torchguard.bucketing.padding import Padded as Padded
-from torchguard.bucketing.padding import PaddedPair as PaddedPair
 from torchguard.bucketing.padding import length_mask, pad_to_bucket, unpad
-from torchguard.bucketing.pairs import PairBuckets
 from torchguard.bucketing.sampler import BucketBatchSampler
 from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
@@ -65,7 +61,6 @@ __all__ = [
     "MiscompilationWarning",
     "OverlapWarning",
     "PaddingLeakError",
-    "PairBuckets",
     "TorchGuardError",
     "UnrecoverableStepError",
     "__version__",
@@ -83,8 +78,6 @@ __all__ = [
     "load",
     "load_sharded",
     "load_state_dict",
-    "no_recompile",
-    "packed",
     "pad_to_bucket",
     "repair_",
     "replicas_agree",

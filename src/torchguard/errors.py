@@ -61,10 +61,6 @@ class PaddingLeakError(TorchGuardError, AssertionError):
     """Raised when padding an input to its bucket changes the answer or a gradient."""
 
 
-class RecompileError(TorchGuardError, RuntimeError):
-    """Raised when something compiles in a ``no_recompile`` scope."""
-
-
 class SaveError(TorchGuardError, RuntimeError):
     """Raised when a file can't be replaced in one step; what was there is as it was."""
 

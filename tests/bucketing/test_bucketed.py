@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from support.bucketed import LADDER, Counting, Net, double, in_time, wrap
-from torchguard import Buckets, no_recompile
+from torchguard import Buckets
 
 EAGER: Any = {"backend": "eager"}
 
@@ -118,7 +117,7 @@ class TestOverflow:
         with pytest.raises(ValueError, match="axis 't' is 17 in x, but the largest bucket is 16"):
             wrap(double)(torch.ones(17))
 
-    @pytest.mark.parametrize("overflow", ["eager", "grow", "dynamic"])
+    @pytest.mark.parametrize("overflow", ["eager", "grow"])
     def test_or_runs_all_the_same(self, overflow: Any) -> None:
         torch.compiler.reset()
         graphs = []
@@ -131,12 +130,12 @@ class TestOverflow:
         for length in (17, 20, 31, 3):
             x = torch.arange(length)
             assert torch.equal(wrapped(x), 2 * x)
-        assert len(graphs) == {"eager": 1, "grow": 2, "dynamic": 2}[overflow]
+        assert len(graphs) == {"eager": 1, "grow": 2}[overflow]
         stats = wrapped.stats()
         assert stats.overflowed == (0 if overflow == "grow" else 3)
         assert stats.hits == ({(4,): 1, (32,): 3} if overflow == "grow" else {(4,): 1})
 
-    @pytest.mark.parametrize("overflow", ["eager", "grow", "dynamic"])
+    @pytest.mark.parametrize("overflow", ["eager", "grow"])
     def test_makes_the_masks_and_lengths_that_the_function_insists_on(self, overflow: Any) -> None:
         def total(x: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
             return (x * m).sum(1) / n
@@ -190,7 +189,7 @@ class TestStatistics:
         assert float(net.steps) == 0
         assert all(p.grad is None for p in net.parameters())
         assert wrapped.stats().calls == 0
-        with no_recompile():
+        with torch.compiler.set_stance("fail_on_recompile"):
             for length in range(1, 17):
                 wrapped(torch.ones(2, length, 3))
         assert len(backend.graphs) == 3
@@ -203,26 +202,18 @@ class TestStatistics:
             for length in LADDER:
                 wrapped(torch.ones(length, 3))
         wrapped.warmup(torch.ones(2, 3))
-        with no_recompile():
+        with torch.compiler.set_stance("fail_on_recompile"):
             for length in range(1, 17):
                 wrapped(torch.ones(length, 3)).sum().backward()
 
-    def test_auto_starts_coarse_fits_once_and_freezes(
-        self, backend: Counting, tmp_path: Path
+    def test_without_buckets_they_are_powers_of_two_as_they_are_needed(
+        self, backend: Counting
     ) -> None:
-        wrapped = wrap(double, buckets="auto", compile={"backend": backend})
-        generator = torch.Generator().manual_seed(0)
-
-        def buckets_after(calls: int) -> Buckets:
-            for _ in range(calls):
-                wrapped(torch.ones(int(torch.randint(40, 100, (), generator=generator))))
-            wrapped.save_plan(tmp_path / "plan.json")
-            return Buckets(json.loads((tmp_path / "plan.json").read_text())["buckets"]["t"])
-
-        assert buckets_after(31) == Buckets([64, 128])
-        frozen = buckets_after(100)
-        assert len(frozen) > 2
-        assert buckets_after(100) == frozen
-        assert frozen.waste(wrapped.stats().seen) < 0.2
-        assert Buckets([64, 128]).waste(range(40, 100)) > 0.4  # the ladder it began with
-        assert len(backend.graphs) <= len(frozen) + 1
+        wrapped = wrap(double, buckets=None, compile={"backend": backend})
+        for length in (40, 100, 64, 3, 1, 70):
+            x = torch.arange(length)
+            assert torch.equal(wrapped(x), 2 * x)
+        assert wrapped.stats().hits == {(1,): 1, (4,): 1, (64,): 2, (128,): 2}
+        assert len(backend.graphs) == 4
+        with pytest.raises(ValueError, match="no buckets are given for 't', and no call has made"):
+            wrap(double, buckets=None).warmup(torch.ones(3))

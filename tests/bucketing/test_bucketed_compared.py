@@ -190,9 +190,9 @@ class TestAProofOfItsOwn:
             (lambda x, mode: x - x.mean() if mode else x, np.int64(0), np.int64(2)),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, "none", "mean"),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, Name("none"), Name("mean")),
-            (lambda x, weight: x.sum() + weight * (x + 1).mean(), 0.0, 0.5),
-            (lambda x, weight: x.sum() + (1 - weight) * (x + 1).mean(), 1.0, 0.5),
-            (lambda x, weight: x.sum() + weight * (x + 1).mean(), np.float64(0), np.float64(0.5)),
+            (lambda x, weight: x + weight * (x + 1).mean(), 0.0, 0.5),
+            (lambda x, weight: x + (1 - weight) * (x + 1).mean(), 1.0, 0.5),
+            (lambda x, weight: x + weight * (x + 1).mean(), np.float64(0), np.float64(0.5)),
             (lambda x, then: x - then(x), torch.tanh, torch.mean),
             (lambda x, then: x - then(x), lambda x: x.tanh(), lambda x: x.mean()),
             (
@@ -213,8 +213,7 @@ class TestAProofOfItsOwn:
             (lambda x, w: x + x.mean() if w[0] is True else x, [1], [True]),
             (lambda x, scale: x if scale is None else x - scale * x.mean(), None, 0.5),
             (lambda x, scale: x if scale is None else x - scale * x.mean(), None, torch.ones(())),
-            (lambda x, m: x.clamp(min=m).sum(1), -0.5, 0.5),
-            (lambda x, p: torch.linalg.vector_norm(x, p, dim=1), 2.0, -math.inf),
+            (lambda x, m: x + x.mean().clamp(max=m), -math.inf, 0.5),
             (lambda x, weight: x + (weight.real * x).mean(), 0j, 1 + 0j),
             (lambda x, names: x - x.mean() if "mean" in names else x, {"sum"}, {"mean"}),
             (
@@ -240,7 +239,7 @@ class TestAProofOfItsOwn:
         def roots(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             return torch.where(x != 0, (x.abs() * scale[:, None]).sqrt(), 0.0).sum(1)
 
-        wrapped, x = in_time(roots), torch.randn(2, 5)
+        wrapped, x = in_time(roots, fill={"x": 0}), torch.randn(2, 5)
         wrapped(x, torch.ones(2))
         with pytest.raises(PaddingLeakError, match="gradient"):
             wrapped(x, torch.ones(2, requires_grad=True))

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from support.bucketed import LADDER, Counting, Net, double, wrap
 from torchguard import Buckets, _torch, bucketed
@@ -71,17 +70,6 @@ class TestModules:
         torch.testing.assert_close(copied(x), wrapped(x))
         with pytest.raises(TypeError, match="can't be pickled"):
             pickle.dumps(wrapped)
-
-    def test_compiled_already_take_sizes_above_the_buckets(self) -> None:
-        net = nn.Linear(3, 3)
-        seen = []
-        net.register_forward_hook(lambda *_: seen.append(1))
-        wrapped = wrap(torch.compile(net, backend="eager"), overflow="dynamic")
-        for length in (17, 20, 30):
-            x = torch.randn(length, 3)
-            torch.testing.assert_close(wrapped(x), functional.linear(x, net.weight, net.bias))
-        assert len(seen) == 3
-        assert wrapped.stats().overflowed == 3
 
     def test_of_a_module_compiled_in_place_each_bucket_is_compiled_so(self) -> None:
         net = Net().eval()

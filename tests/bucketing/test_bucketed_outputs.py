@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from support.bucketed import in_time, leak, same, wrap
+from support.bucketed import double, in_time, leak, same, wrap
 
 
 class Pair(NamedTuple):
@@ -202,67 +202,53 @@ def test_a_size_by_data_says_what_to_write() -> None:
 # ---- outputs=; B batch, t length, E experts ----
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, 1) * 2  # (B * t, E)
-
-
 class TestDeclared:
     def test_in_the_structure_of_the_output(self) -> None:
         def model(x: torch.Tensor) -> dict[str, Any]:
-            rows = (flat(x), flat(x).T)
-            return {"half": x[:, ::2], "rows": rows, "each": x.flatten()}
+            return {"half": x[:, ::2], "both": (x * 2, x.mT), "other": x[:, :1]}
 
         wrapped = in_time(
             model,
-            outputs={
-                "half": {1: lambda t: (t + 1) // 2},
-                "rows": ({0: (None, "t")}, {-1: (None, "t")}),
-                "each": {0: (None, "t", 2)},
-            },
+            outputs={"half": {1: lambda t: (t + 1) // 2}, "both": ((None, "t", None), {-1: "t"})},
         )
         x = torch.randn(3, 5, 2)
         same(wrapped(x), model(x))
 
     @pytest.mark.parametrize("side", ["right", "left"])
     @pytest.mark.parametrize("check_padding", ["first", "never"])
-    @pytest.mark.parametrize("length", [5, 8, 9])
-    def test_rows_of_a_batch(self, length: int, check_padding: Any, side: Any) -> None:
-        wrapped = in_time(flat, outputs={0: (None, "t")}, check_padding=check_padding, side=side)
-        x = torch.randn(3, length, 2, requires_grad=True)
+    def test_with_gradients_on_either_side(self, check_padding: Any, side: Any) -> None:
+        wrapped = in_time(double, outputs={1: "t"}, check_padding=check_padding, side=side)
+        x = torch.randn(3, 5, 2, requires_grad=True)
         found = wrapped(x)
-        assert torch.equal(found, flat(x))
+        assert torch.equal(found, x * 2)
         found.sum().backward()
         assert torch.equal(x.grad, torch.full_like(x, 2))  # type: ignore[arg-type]
 
-    def test_two_axes_and_a_function_of_one(self) -> None:
-        def pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return (x[:, None] * y[None, ::2]).flatten()
+    def test_as_a_function_of_two_axes(self) -> None:
+        def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x[:, None] * y[None, ::2]
 
-        outputs = {0: ("s", lambda t: (t + 1) // 2)}
-        wrapped = wrap(pairs, dims={"x": {0: "s"}, "y": {0: "t"}}, outputs=outputs)
+        outputs = {0: "s", 1: lambda t: (t + 1) // 2}
+        wrapped = wrap(outer, dims={"x": {0: "s"}, "y": {0: "t"}}, outputs=outputs)
         x, y = torch.randn(5), torch.randn(7)
-        assert torch.equal(wrapped(x, y), pairs(x, y))
+        assert torch.equal(wrapped(x, y), outer(x, y))
 
     @pytest.mark.parametrize(
         ("declared", "error", "message"),
         [
-            ("t", ValueError, "outputs says that dimension 0 of output is 8"),
-            ((5, "t"), ValueError, r"is \(5, 't'\) flattened, for t = 8, but it is 24"),
-            ((None, None, "t"), ValueError, "expected None for one part only"),
-            (
-                (None, "u"),
-                TypeError,
-                r"outputs has 'u' for dimension 0 of output, .* or \(None, 't'\)",
-            ),
+            ({0: "t"}, ValueError, "outputs says that dimension 0 of output is 8 for t = 8, but"),
+            ({3: "t"}, ValueError, "outputs names dimension 3 of output"),
+            ({1: lambda t: 2 * t}, ValueError, "dimension 1 of output is 16 for t = 8"),
+            ({1: lambda t: 8 if t == 8 else 9}, ValueError, "gives 9 for .*, expected 0 to 8"),
+            ({1: "u"}, TypeError, "outputs has 'u' for dimension 1 of output, expected one of t"),
         ],
     )
     def test_what_does_not_fit_is_named(
         self, declared: Any, error: type[Exception], message: str
     ) -> None:
         with pytest.raises(error, match=message):
-            in_time(flat, outputs={0: declared})(torch.randn(3, 5, 2))
+            in_time(double, outputs=declared)(torch.randn(3, 5, 2))
 
-    def test_a_leak_of_flattened_rows_says_what_to_type(self) -> None:
-        text = leak(flat, torch.randn(3, 5, 2))
-        assert "output has 3 times 't' in" in text
-        assert "outputs=, in the structure of what it returns: {0: (None, 't')}" in text
+    def test_rows_of_a_batch_in_one_dim_are_refused(self) -> None:
+        """(B, t, E) as (B * t, E): what is real is not one piece."""
+        leak(lambda x: x.flatten(0, 1) * 2, torch.randn(3, 5, 2))

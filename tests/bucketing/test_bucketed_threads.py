@@ -19,8 +19,7 @@ from torch import nn
 
 from support.bucketed import Counting, in_time
 from support.child_process import run_python
-from torchguard import Buckets, _torch, bucketed
-from torchguard.bucketing.decorator import ladders
+from torchguard import _torch, bucketed
 
 _COUNT = 10  # more than the recompile limit, which is 8
 _SIZES = [4 * (index + 1) for index in range(_COUNT)]
@@ -173,9 +172,7 @@ def test_threads_compile_each_bucket_once(limits: _Limits) -> None:
 
 def test_settings_of_dynamo_are_as_before() -> None:
     """Up to torch 2.11 two threads that run what dynamic=False compiled leave them changed."""
-    wrapped = in_time(
-        _sequential(), buckets=_SIZES, overflow="dynamic", compile={"backend": "eager"}
-    )
+    wrapped = in_time(_sequential(), buckets=_SIZES, overflow="eager", compile={"backend": "eager"})
     names = ("automatic_dynamic_shapes", "assume_static_by_default")
     before = [getattr(torch._dynamo.config, name) for name in names]
     above = torch.ones(2, 1000, 4)
@@ -221,21 +218,6 @@ def test_threads_that_call_a_method_first_share_its_graphs() -> None:
     _in_threads(call, count=2)
     assert made == [1]
     assert wrapped.__get__(instance).stats().calls == 2
-
-
-def test_a_call_waits_while_automatic_buckets_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder, waits = ladders.Ladder(("t",), "auto", growing=False), []
-
-    def fitted(*_: object) -> Buckets:
-        thread = threading.Thread(target=ladder.bucket_for, args=({"t": 40},))
-        thread.start()
-        thread.join(0.2)
-        waits.append(thread.is_alive())
-        return Buckets([24, 32])
-
-    monkeypatch.setattr(ladders, "_fitted", fitted)
-    assert ladder.observe({(20,): 40})
-    assert waits == [True]
 
 
 def test_only_what_compiles_enters_the_scope() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.bucketed import Noting, double, in_time
-from torchguard import PaddingLeakError, no_recompile
+from torchguard import PaddingLeakError
 
 EAGER: Any = {"compile": {"backend": "eager"}}
 
@@ -30,7 +30,7 @@ class TestWhatDoesNotFit:
         assert len(seen) == 1
         assert list(report.left_out) == [(32,), (16,)]
         assert sorted(report.seconds) == [(4,), (8,)]
-        with no_recompile():
+        with torch.compiler.set_stance("fail_on_recompile"):
             assert wrapped(torch.ones(2, 7), 8).shape == (2, 7)
         with pytest.raises(RuntimeError, match="allocate"):
             wrapped(torch.ones(2, 20), 8)

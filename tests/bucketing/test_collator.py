@@ -252,7 +252,7 @@ def test_a_bad_collator_is_refused_at_once(
         ({"batch_sizes": [2, 2]}, TypeError, "expected sampler.batch_sizes"),
         ({"batch_sizes": {"s": {4: 2}}}, ValueError, "expected one axis of t"),
         ({"batch_sizes": 0}, ValueError, r"batch_sizes\[4\] is 0"),
-        ({"batch_sizes": 1}, ValueError, "a batch has 2 rows, but batch_sizes has 1"),
+        ({"batch_sizes": 1}, ValueError, "a batch of 2 rows is 4 long"),
         ({"batch_sizes": 3}, ValueError, r"rows of padding to batch\['y'\] too"),
         ({"batch_sizes": 2}, ValueError, r"rows of padding to batch\['y'\] too"),
         ({"batch_sizes": 3, "fill": {"z": 1}}, KeyError, r"fill\['z'\] is given, but the"),

@@ -299,13 +299,13 @@ def test_views_empty_tensors_and_scalars() -> None:
 def test_bad_arguments_are_named() -> None:
     x = torch.zeros(2, 5)
     for call, error, message in [
-        (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is of type list"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is of type list"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
-        (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),
-        (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[call-overload]
+        (lambda: pad_to_bucket(x, 1, 8, side="top"), ValueError, "side is 'top'"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),
         (lambda: unpad(x, 1, 6), ValueError, "length is 6, but x of shape"),
         (lambda: unpad(x, 1, -1), ValueError, "length is -1"),

@@ -31,8 +31,8 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "TypeError: guarded: function is a Tensor, expected a function or a method": (
         lambda: ANY.guarded(torch.ones(2))
     ),
-    "TypeError: no_recompile: function is int, expected a function: write @no_recompile, or": (
-        lambda: ANY.no_recompile(3)
+    "TypeError: bucketed: got Buckets by position, expected options by name: ": (
+        lambda: ANY.bucketed(len, ANY.Buckets([4]))
     ),
     "TypeError: sliced_assign: t is of type ndarray, expected a torch.Tensor": (
         lambda: ANY.sliced_assign(np.ones(3), 0, 1.0)

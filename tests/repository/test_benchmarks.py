@@ -109,7 +109,7 @@ def test_what_they_count_holds(records: dict[str, Any]) -> None:
 def test_the_page_has_every_record_and_a_wrong_page_is_found(
     folder: Path, records: dict[str, Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     guards = tmp_path / "docs" / "guards.md"
     guards.parent.mkdir()
     guards.write_text("before\n<!-- begin: costs, of old -->\nold\n<!-- end: costs -->\nafter")

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-import torchguard
+from torchguard._torch import stance
 
 
 def test_threads_that_refuse_to_compile_leave_the_stance_as_it_was() -> None:
@@ -14,12 +14,12 @@ def test_threads_that_refuse_to_compile_leave_the_stance_as_it_was() -> None:
     inside, left = threading.Event(), threading.Event()
 
     def first() -> None:
-        with torchguard.no_recompile():
+        with stance("fail_on_recompile"):
             inside.wait(20)
         left.set()
 
     def second() -> None:
-        with torchguard.no_recompile():
+        with stance("fail_on_recompile"):
             inside.set()
             left.wait(20)
             refused.append(fails())

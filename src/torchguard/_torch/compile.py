@@ -210,29 +210,6 @@ def without_recompile_limit() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def before_backward(call: Callable[[str], None]) -> Iterator[None]:
-    """Call this, with the id of a graph, before its backward is compiled, which is done late.
-
-    What it raises comes out of ``backward()``.
-    """
-    callbacks: Any = importlib.import_module("torch._dynamo.callback")
-    if not hasattr(callbacks, "on_compile_start"):  # torch 2.6: it isn't called
-        yield
-        return
-
-    def notice(*given: Any) -> None:
-        trigger = getattr(given[0], "callback_trigger", None) if given else None
-        if getattr(trigger, "name", None) == "LAZY_BACKWARD":
-            call(given[0].compile_id)
-
-    callbacks.on_compile_start(notice)
-    try:
-        yield
-    finally:
-        callbacks.callback_handler.remove_start_callback(notice)
-
-
 # ---- backends and their settings that no option reaches ----
 
 

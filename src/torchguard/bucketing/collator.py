@@ -11,10 +11,9 @@ from torch.utils.data import default_collate
 
 from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
-from torchguard.bucketing.buckets import Buckets, all_sizes, buckets_by_axes
+from torchguard.bucketing.buckets import Buckets, buckets_by_axis
 from torchguard.bucketing.histogram import positive_integer
 from torchguard.bucketing.padding import Side, length_mask, pad_to_bucket
-from torchguard.bucketing.pairs import PairBuckets
 
 Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
@@ -31,9 +30,7 @@ class BucketCollator:
     the DataLoader's workers, and can be pickled if that can.
 
     Args:
-        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``; for two axes
-            :class:`PairBuckets`, in the order in which ``dims`` names them, or
-            ``{(axis, axis): pairs}``.
+        buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``.
         dims: which dimensions of which tensors to pad, in the batch's own structure:
             ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``. An integer key is a dimension,
             the value names its axis; tensors that share an axis must be equally long.
@@ -73,7 +70,7 @@ class BucketCollator:
 
     def __init__(
         self,
-        buckets: Buckets | PairBuckets | Sequence[int] | Mapping[Any, Any],
+        buckets: Buckets | Sequence[int] | Mapping[str, Any],
         dims: Dims,
         *,
         fill: Any = None,
@@ -88,13 +85,9 @@ class BucketCollator:
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
         if isinstance(buckets, Mapping):  # it may be a dict of more axes than these
-            names = {key: key if isinstance(key, tuple) else (key,) for key in buckets}
-            buckets = {key: each for key, each in buckets.items() if axes.keys() & {*names[key]}}
-        self._buckets = buckets_by_axes(tuple(axes), buckets, "BucketCollator")
-        self._batch_sizes = _batch_sizes(
-            batch_sizes,
-            {axis: each for (axis, *_), each in self._buckets.items() if isinstance(each, Buckets)},
-        )
+            buckets = {axis: each for axis, each in buckets.items() if axis in axes}
+        self._buckets = buckets_by_axis(tuple(axes), buckets, "BucketCollator")
+        self._batch_sizes = _batch_sizes(batch_sizes, self._buckets)
         self._fills = {path: each for path, each in _leaves(fill) if each is not None}
         if self._batch_sizes is None:
             # With rows of padding fill also names what dims does not: it is checked with the batch.
@@ -189,10 +182,10 @@ class BucketCollator:
                     "expected a tensor; what collate_fn returns has to be a rectangle to be padded"
                 )
         real = _lengths(parts)
-        sizes = all_sizes(self._buckets, real)
+        sizes = {axis: each.bucket_for(real[axis]) for axis, each in self._buckets.items()}
         padded = {part.path: self._pad(part, sizes) for part in parts}
         if self._batch_sizes is not None:
-            padded = self._with_rows(batch, padded, self._rows(sizes))
+            padded = self._with_rows(batch, padded, sizes)
         return replace(batch, padded), real, sizes
 
     def _parts(self, value: Any, label: str) -> Iterator[_Part]:
@@ -214,7 +207,7 @@ class BucketCollator:
         return rows[sizes[axis]]
 
     def _with_rows(
-        self, batch: Any, padded: dict[KeyPath, torch.Tensor], wanted: int
+        self, batch: Any, padded: dict[KeyPath, torch.Tensor], sizes: Mapping[str, int]
     ) -> dict[KeyPath, torch.Tensor]:
         """Return the tensors of a batch, those that are padded and all others, with more rows."""
         leaves, treedef = flatten(batch)
@@ -230,11 +223,14 @@ class BucketCollator:
                     f"BucketCollator: {keystr('fill', path)} is given, but the batch has no tensor "
                     f"{keystr('batch', path)}"
                 )
-        rows = next(iter(padded.values())).shape[0]
+        rows, wanted = next(iter(padded.values())).shape[0], self._rows(sizes)
         if rows > wanted:
+            axis, _ = self._batch_sizes  # type: ignore[misc]
             raise ValueError(
-                f"BucketCollator: a batch has {rows} rows, but batch_sizes has {wanted} for its "
-                "size: is it that of the sampler?"
+                f"BucketCollator: a batch of {rows} rows is {sizes[axis]} long in {axis!r}, where "
+                f"batch_sizes allows {wanted}. If BucketBatchSampler made it, the lengths that it "
+                "was given do not fit the data: pass it those of these samples in this axis, and "
+                "the buckets of the collator"
             )
         filled = dict(padded)
         for path, tensor in tensors.items():
@@ -359,11 +355,6 @@ def _batch_sizes(
     """Return which axis decides on the number of rows, and ``{size: rows}``."""
     if given is None:
         return None
-    if not buckets:
-        raise ValueError(
-            "BucketCollator: batch_sizes and pairs: name dim 0 in dims, as the first axis of the "
-            "pairs, which then say how many rows a batch gets"
-        )
     axes = ", ".join(sorted(buckets))
     if isinstance(given, int) and not isinstance(given, bool):
         axis, ladder = next(iter(buckets.items()))

@@ -22,8 +22,6 @@ _COUNTING_LIMIT = 1 << 24
 _LARGEST = 1 << 53  # beyond this a float, which is what costs are, does not hold every integer
 
 _NEVER = 1e-12  # a batch as rare as this is left out: rounding weighs as much
-_GAP_POINTS = 4096
-_TAIL_POINTS = 512
 
 
 class Observed(NamedTuple):
@@ -107,7 +105,7 @@ def _index(value: Any, name: str, operation: str) -> int:
     return number
 
 
-def is_amount(value: Any) -> bool:
+def _is_amount(value: Any) -> bool:
     """Whether it is a finite number from 0 on."""
     number = isinstance(value, (int, float, np.integer, np.floating))
     return bool(number and not isinstance(value, bool) and 0 <= value < math.inf)
@@ -116,7 +114,7 @@ def is_amount(value: Any) -> bool:
 def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
     seen = integers(list(histogram), operation)
     for size, weight in histogram.items():
-        if not is_amount(weight):
+        if not _is_amount(weight):
             raise ValueError(
                 f"{operation}: size {size} was seen {weight!r} times, expected a number from 0 on"
             )
@@ -180,42 +178,3 @@ def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, flo
     likely = share > _NEVER
     weights = share[likely] * (observed.total / batch_size)
     return dict(zip(observed.sizes[likely].tolist(), weights.tolist(), strict=True))
-
-
-def with_prior(observed: Observed, maximum: int, mass: float) -> Observed:
-    """Make a few observations stand for what has not been seen yet.
-
-    A new size falls into each of the gaps between the sizes seen about equally often (the
-    assumption A(n) of B. M. Hill, J. Am. Stat. Assoc. 63, 1968), so one observation of each size
-    moves into the gaps beside it, evenly over the logarithm, and one more lies above the largest.
-    ``mass`` pseudo-observations guard the tail: they lie from the smallest size seen to
-    ``maximum``. In both tails a size has a weight of 1 / size^2, the heaviest power law whose
-    sizes still add up to no more than a logarithm; with 1 / size, what might be up there
-    outweighs what was seen and takes most of the ladder.
-    """
-    if mass == 0:
-        return observed
-    sizes, weights = observed
-    # Between many sizes the gaps are too small to matter.
-    parts = min(_GAP_POINTS // len(sizes), 32)
-    moved = np.minimum(weights, 1.0) if parts else np.zeros_like(weights)
-    edges = np.concatenate(([1], sizes)).astype(np.float64)
-    steps = (np.arange(parts) + 0.5) / max(parts, 1)
-    inside = edges[:-1, None] * (edges[1:] / edges[:-1])[:, None] ** steps
-    shares = (np.concatenate(([0.0], moved[:-1])) + moved) / 2
-    seen = (sizes, weights - moved)
-    gaps = (inside.ravel().round().astype(np.int64), np.repeat(shares / max(parts, 1), parts))
-    above = _tail(int(sizes[-1]), maximum, float(moved[-1]))
-    # In the maxima of batches the first sizes may stand for a millionth of a batch.
-    first = np.searchsorted(weights.cumsum(), min(0.5, observed.total / 2))
-    everywhere = _tail(int(sizes[first]), maximum, mass)
-    columns = zip(seen, gaps, above, everywhere, strict=True)
-    sizes, weights = grouped(*map(np.concatenate, columns))
-    return Observed(sizes[weights > 0], weights[weights > 0])
-
-
-def _tail(smallest: int, largest: int, mass: float) -> Observed:
-    """Spread ``mass`` with a weight of 1 / size^2, on sizes an even factor apart."""
-    borders = np.geomspace(smallest, largest, _TAIL_POINTS + 1)
-    sizes = np.sqrt(borders[1:] * borders[:-1])
-    return Observed(sizes.round().astype(np.int64), mass / sizes / (1 / sizes).sum())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.compiler import is_dynamo_compiling
 
 from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
-from torchguard.bucketing.pairs import PairBuckets
 
 Side: TypeAlias = Literal["left", "right"]
 Fill: TypeAlias = (
@@ -45,15 +44,6 @@ class Padded(NamedTuple):
 
 
 @public
-class PaddedPair(NamedTuple):
-    """A tensor at its bucket's two sizes, and how much of either is real."""
-
-    tensor: torch.Tensor
-    lengths: tuple[int, int]
-    """The lengths of the real part, along the two padded dimensions."""
-
-
-@overload
 def pad_to_bucket(
     x: torch.Tensor,
     dim: int,
@@ -62,28 +52,8 @@ def pad_to_bucket(
     value: Fill = 0,
     side: Side = "right",
     out: torch.Tensor | None = None,
-) -> Padded: ...
-@overload
-def pad_to_bucket(
-    x: torch.Tensor,
-    dim: tuple[int, int],
-    buckets: PairBuckets,
-    *,
-    value: Fill = 0,
-    side: Side = "right",
-    out: torch.Tensor | None = None,
-) -> PaddedPair: ...
-@public
-def pad_to_bucket(
-    x: torch.Tensor,
-    dim: int | tuple[int, int],
-    buckets: Buckets | PairBuckets | Sequence[int] | int,
-    *,
-    value: Fill = 0,
-    side: Side = "right",
-    out: torch.Tensor | None = None,
-) -> Padded | PaddedPair:
-    """Pad one dimension to the smallest bucket that holds it, or two to the cheapest of pairs.
+) -> Padded:
+    """Pad one dimension to the smallest bucket that holds it.
 
     Equals ``torch.nn.functional.pad`` by the missing length, for a number, with one kernel
     and in the same memory format (pinned memory stays pinned). A tensor that fits its bucket
@@ -91,9 +61,8 @@ def pad_to_bucket(
 
     Args:
         x: a tensor of any dtype and device with at least one dimension.
-        dim: the dimension to pad; negative counts from the end. Two, ``(0, 1)``, with pairs.
-        buckets: the ladder, its sizes in a list, or the one size to pad to; for two dimensions
-            :class:`PairBuckets`.
+        dim: the dimension to pad; negative counts from the end.
+        buckets: the ladder, its sizes in a list, or the one size to pad to.
         value: what the padding holds. A number that the dtype can hold; ``"repeat-last"``, the
             element next to the padding; ``"arange"``, each position's index along ``dim``,
             so that position numbers go on; or a function of ``x`` and the missing length, which
@@ -103,10 +72,10 @@ def pad_to_bucket(
             ``x`` fits exactly. It takes part in no gradient, so neither may ``x``.
 
     Returns:
-        ``Padded(tensor, length)``; for two dimensions ``PaddedPair(tensor, (length, length))``.
+        ``Padded(tensor, length)``.
 
     Raises:
-        TypeError: ``x`` is no tensor, ``value`` does not fit its dtype, pairs for one dimension.
+        TypeError: ``x`` is not a tensor, or ``value`` does not fit its dtype.
         IndexError: ``x`` has no such dimension.
         ValueError: no bucket holds it, nothing to repeat, a buffer of another shape.
 
@@ -118,11 +87,6 @@ def pad_to_bucket(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"pad_to_bucket: x is of type {type(x).__name__}, expected a torch.Tensor")
-    if isinstance(dim, tuple) or isinstance(buckets, PairBuckets):
-        dims, lengths, sizes = _pair(x, dim, buckets)
-        padded = pad_to_bucket(x, dims[0], sizes[0], value=value, side=side).tensor
-        padded = pad_to_bucket(padded, dims[1], sizes[1], value=value, side=side, out=out).tensor
-        return PaddedPair(padded, lengths)
     dim = _dimension(x, dim, "pad_to_bucket")
     length = x.shape[dim]
     size = _size(length, dim, buckets)
@@ -146,25 +110,11 @@ def pad_to_bucket(
     return Padded(_join(x, padding, dim, side, out), length)
 
 
-def _pair(x: torch.Tensor, dims: Any, buckets: Any) -> tuple[tuple[int, int], ...]:
-    """Return two dimensions, their lengths and the sizes of their bucket."""
-    if not isinstance(dims, tuple) or len(dims) != 2 or not isinstance(buckets, PairBuckets):  # noqa: PLR2004
-        raise TypeError(
-            f"pad_to_bucket: dim is {dims!r} and buckets is of type {type(buckets).__name__}, "
-            "expected two dims, such as (0, 1), with PairBuckets, or one dim with Buckets"
-        )
-    first, second = (_dimension(x, each, "pad_to_bucket") for each in dims)
-    if first == second:
-        raise ValueError(f"pad_to_bucket: dim is {dims}, the same dimension twice")
-    lengths = (x.shape[first], x.shape[second])
-    return (first, second), lengths, buckets.bucket_for(*lengths)
-
-
 @public
 def unpad(
     x: torch.Tensor,
-    dim: int | tuple[int, int],
-    length: int | tuple[int, int],
+    dim: int,
+    length: int,
     side: Side = "right",
 ) -> torch.Tensor:
     """Return a view of the real part of a padded tensor.
@@ -174,22 +124,14 @@ def unpad(
 
     Args:
         x: a padded tensor, or what a model made of one.
-        dim: the padded dimension; negative counts from the end. Two for a pair, ``(0, 1)``.
-        length: how much of it is real; of a pair, of both.
+        dim: the padded dimension; negative counts from the end.
+        length: how much of it is real.
         side: where the padding is.
 
     Raises:
-        TypeError: a pair for one of ``dim`` and ``length`` only. IndexError: no such dimension.
+        IndexError: ``x`` has no such dimension.
         ValueError: there is less than ``length``, or ``side`` is another word.
     """
-    if isinstance(dim, tuple) or isinstance(length, tuple):
-        if not (isinstance(dim, tuple) and isinstance(length, tuple) and len(dim) == len(length)):
-            raise TypeError(
-                f"unpad: dim is {dim!r} and length is {length!r}, expected two of either or one"
-            )
-        for each, real in zip(dim, length, strict=True):
-            x = unpad(x, each, real, side)
-        return x
     dim = _dimension(x, dim, "unpad")
     size = x.shape[dim]
     if not 0 <= length <= size:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from torchguard import _torch
 from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.fit import Cost, costs_of
@@ -113,6 +114,9 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.epoch = 0  # of the pass that runs or ran last
         self._begin = 0  # the step at which the next pass begins
         self._given = 0  # steps handed out in this pass
+        self._begun = 0  # the step at which it began
+        self._yielded: Callable[[], int] | None = None
+        """How many batches its DataLoader has given to the loop, if a DataLoader draws from it."""
 
     def __len__(self) -> int:
         """Return how many batches an epoch has: the same on all ranks, in every epoch."""
@@ -123,13 +127,15 @@ class BucketBatchSampler(Sampler[list[int]]):
 
         The pass after one that has handed out its last batch is the next epoch.
         """
-        self._refuse_another_sharding(sys._getframe(1).f_locals.get("self"))
+        caller = sys._getframe(1).f_locals.get("self")
+        self._refuse_another_sharding(caller)
         # Nobody need have asked for one more: transformers' Trainer takes len(loader) batches.
         if self._given == self._steps:
             self.set_epoch(self.epoch + 1)
         # Once: the pass after this one begins at its first step.
         begin, self._begin = self._begin, 0
-        self._given = begin
+        self._given = self._begun = begin
+        self._yielded = _torch.batches_yielded(caller)
         for step in self._drawn(self.epoch)[begin:]:
             self._given += 1
             yield from step.tolist() if self._rank == "all" else [step[self._rank].tolist()]
@@ -148,20 +154,26 @@ class BucketBatchSampler(Sampler[list[int]]):
         # Trainers set the epoch they resume in again, which must not begin it anew.
         if epoch != self.epoch:
             self.epoch, self._begin = epoch, 0
-        self._given = self._begin
+        self._given, self._yielded = self._begin, None
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
         """Return where the epoch stands, to go on from there exactly.
 
         Args:
-            steps: how many batches of this epoch the training has taken. Needed where a
-                DataLoader has workers, which fetch some batches ahead; without it, how many
-                were handed out.
+            steps: how many batches of this epoch the training has taken. Left out, as many as
+                the DataLoader has given to its loop, whatever its workers have fetched ahead, or
+                as were handed out if no DataLoader draws them. Say it in a trainer that fetches
+                ahead itself, as those of Lightning and accelerate do.
 
         Raises:
             ValueError: ``steps`` is more than an epoch has.
         """
-        taken = self._given if steps is None else steps
+        taken = steps
+        if taken is None:
+            taken = self._given
+            if self._yielded is not None:
+                of_all = self._ranks if self._rank == "all" else 1
+                taken = min(taken, self._begun + -(-self._yielded() // of_all))
         taken = positive_integer(taken, "steps", _NAME + ".state_dict", least=0)
         if taken > self._steps:
             raise ValueError(
@@ -191,7 +203,7 @@ class BucketBatchSampler(Sampler[list[int]]):
                 f"next epoch: set_epoch({epoch + 1})"
             )
         self.epoch, self._begin = (epoch + 1, 0) if is_over else (epoch, steps)
-        self._given = self._begin
+        self._given, self._yielded = self._begin, None
 
     def _identity(self) -> dict[str, int]:
         """Return what decides on the order besides the epoch."""

@@ -42,7 +42,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--batch", default=1, help=batches, **number)
     tokens = "plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold"
     add("--tokens", help=tokens, **number)
-    add("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
     add("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
     parser.set_defaults(command=_main, parser=parser)
 
@@ -73,8 +72,8 @@ def _print_buckets(options: argparse.Namespace) -> None:
             "leave it out, or give the longest there can be"
         )
     aligned = {"cost": options.cost, "multiple_of": options.multiple_of}
-    limits = {"maximum": options.maximum, "tokens": options.tokens}
-    buckets = Buckets.fit(_histogram(observed), options.buckets, **aligned, **limits)
+    sizes = _histogram(observed)
+    buckets = Buckets.fit(sizes, options.buckets, maximum=options.maximum, **aligned)
     # The table ends at the same largest size, so that its waste can be compared.
     curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
     prints_buckets = options.json == Path("-")
@@ -86,8 +85,6 @@ def _print_buckets(options: argparse.Namespace) -> None:
         write(buckets.to_json() + "\n")
     elif options.json is not None:
         write_text(options.json, buckets.to_json() + "\n")
-    if options.plot is not None:
-        buckets.plot(_histogram(observed), options.plot, cost=options.cost)
 
 
 def _read(options: argparse.Namespace, name: str) -> Sizes:
@@ -120,12 +117,6 @@ def _report(
         lines.append(f"planned for the longest of {batches}: {_range(observed)}")
     lines += ["", f"{len(buckets)} buckets: {' '.join(map(str, buckets))}"]
     lines.append(f"waste: {_percent(waste)} ({options.cost} cost)")
-    best = costs[min(len(buckets), len(costs)) - 1] / useful - 1
-    if _percent(max(waste, best)) != _percent(best):  # less, of more buckets than the table has
-        lines.append(
-            f"({_percent(waste - best)} above the table, which knows no length above "
-            f"{observed.sizes[-1]:,}; with --maximum {top}, 4 more are assumed between)"
-        )
     if options.tokens is not None:
         epoch = epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
         used = zip(epoch.rows, buckets, epoch.counts, strict=True)
@@ -153,19 +144,24 @@ def _report(
 def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:
     """Return the lines of Python that take the buckets."""
     sizes = list(buckets)
-    taken = f"buckets={sizes}"
-    if options.json is not None and options.json != Path("-"):
-        taken = f"plan={str(options.json)!r}"
+    dims = "{'input_ids': {1: 't'}, 'labels': {1: 't'}}"
     lines = ["", "to use them, where 't' is the dimension that varies:"]
-    lines.append(f"  bucketed(model, dims={{'input_ids': {{1: 't'}}}}, {taken}, compile=True)")
+    lines += [
+        f"  model = bucketed(model, dims={dims}, buckets={sizes},",
+        "                   mask='attention_mask', fill={'labels': -100}, compile=True)",
+    ]
+    rows = ""
     if options.tokens is not None:
         cost = "" if options.cost == "linear" else f", cost={options.cost!r}"
-        lines += [
-            f"  sampler = BucketBatchSampler(lengths, {sizes}, tokens={options.tokens}{cost})",
-            f"  collate = BucketCollator({sizes}, {{'input_ids': {{1: 't'}}}},",
-            "                           batch_sizes=sampler.batch_sizes)",
-            "  DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)",
-        ]
+        sampler = f"BucketBatchSampler(lengths, {sizes}, tokens={options.tokens}{cost})"
+        lines.append(f"  sampler = {sampler}")
+        rows = ", batch_sizes=sampler.batch_sizes"
+    lines += [
+        f"  collate = BucketCollator({sizes}, {dims},",
+        f"                           mask_key='attention_mask', fill={{'labels': -100}}{rows})",
+    ]
+    batches = "batch_size=32" if options.tokens is None else "batch_sampler=sampler"
+    lines.append(f"  loader = DataLoader(dataset, {batches}, collate_fn=collate)")
     return lines
 
 

@@ -66,10 +66,6 @@ def buckets() -> None:
     assert_type(
         torchguard.Buckets.fit(lengths, 2, cost="quadratic", maximum=64), torchguard.Buckets
     )
-    assert_type(
-        torchguard.Buckets.fit([3, 9], count=None, compile_cost=10.0, already_compiled=(16,)),
-        torchguard.Buckets,
-    )
     torchguard.Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
     assert_type(ladder.bucket_for(5), int)
     assert_type(ladder.waste(lengths, "linear"), float)
@@ -77,9 +73,6 @@ def buckets() -> None:
     assert_type(len(ladder), int)
     assert_type(torchguard.Buckets.from_json(ladder.to_json()), torchguard.Buckets)
     assert_type(torchguard.Buckets.fit(lengths, batch_size=2), torchguard.Buckets)
-    pairs = torchguard.PairBuckets([(16, 16), (64, 64)])
-    assert_type(pairs.bucket_for(3, 20), tuple[int, int])
-    assert_type(torchguard.pad_to_bucket(torch.ones(3, 20), (0, 1), pairs), torchguard.PaddedPair)
 
     x = torch.ones(2, 5)
     padded = torchguard.pad_to_bucket(x, 1, ladder, value=-1, side="left")
@@ -105,15 +98,7 @@ def bucketed() -> None:
     wrapped = torchguard.bucketed(
         model, dims={"x": {1: "t"}}, buckets=ladder, fill={"x": 0}, compile={"backend": "eager"}
     )
-    wrapped(torch.ones(2, 5))
-    with torchguard.no_recompile():
-        assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
-
-    @torchguard.no_recompile
-    def warm(x: torch.Tensor) -> torch.Tensor:
-        return wrapped(x)
-
-    assert_type(warm(torch.ones(2, 5)), torch.Tensor)
+    assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
     assert_type(wrapped.warmup(torch.ones(2, 5)), torchguard.WarmupReport)
     assert_type(wrapped.stats(), torchguard.BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
@@ -121,7 +106,7 @@ def bucketed() -> None:
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 
-    @torchguard.bucketed(dims={"x": {1: "t"}}, buckets="auto", check_padding="never")
+    @torchguard.bucketed(dims={"x": {1: "t"}}, check_padding="never")
     def decorated(x: torch.Tensor, times: int = 1) -> torch.Tensor:
         return x + times
 
@@ -133,8 +118,6 @@ def bucketed() -> None:
         return (x * mask).sum(1)
 
     options = {"x": {1: "t"}}
-    assert_type(torchguard.packed(["x"], tokens=[8])["dims"], dict[str, dict[int, str]])
-    torchguard.bucketed(masked, **torchguard.packed(["x"], tokens=[8]), check_padding="never")
     sums = torchguard.bucketed(masked, dims=options, buckets=[16], mask="mask", fill={"x": 0})
     assert_type(sums(torch.ones(2, 5)), torch.Tensor)
 
@@ -261,7 +244,6 @@ def errors() -> None:
         torchguard.errors.MiscompilationError, torchguard.errors.NonResizableStorageError,
         torchguard.errors.PatchConflictError,
         torchguard.errors.PeerFailedError, torchguard.errors.ReadOnlyMemoryError,
-        torchguard.errors.RecompileError,
         torchguard.errors.SaveError, torchguard.errors.SharedViewError,
     )  # fmt: skip
     warning: type[UserWarning] = torchguard.MiscompilationWarning
@@ -269,7 +251,7 @@ def errors() -> None:
     runtime: type[RuntimeError] = torchguard.errors.NonResizableStorageError
     del warning, runtime
     with contextlib.suppress(*kinds):
-        raise torchguard.errors.RecompileError("as a program might")
+        raise torchguard.errors.SaveError("as a program might")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
@@ -46,7 +45,7 @@ DimsOfArgument: TypeAlias = (
 Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
 """``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
 
-Overflow: TypeAlias = Literal["error", "eager", "grow", "dynamic"]
+Overflow: TypeAlias = Literal["error", "eager", "grow"]
 CheckPadding: TypeAlias = Literal["first", "always", "never"]
 
 
@@ -61,8 +60,6 @@ class Options(TypedDict, total=False):
     overflow: Overflow
     check_padding: CheckPadding
     compile: bool | Mapping[str, Any] | None
-    plan: str | os.PathLike[str] | None
-    group: Any
 
 
 class MaskingOptions(Options, total=False):
@@ -73,10 +70,16 @@ class MaskingOptions(Options, total=False):
 
 
 DEFAULTS: Any = {
-    **dict.fromkeys(MaskingOptions.__annotations__),
+    "dims": None,
+    "buckets": None,
+    "fill": None,
+    "lengths": None,
+    "mask": None,
+    "outputs": None,
     "side": "right",
     "overflow": "error",
     "check_padding": "first",
+    "compile": None,
 }
 
 
@@ -167,12 +170,12 @@ def bucketed(function: None = None, /, **options: Unpack[Options]) -> _Decorator
 @overload
 def bucketed(function: None = None, /, **options: Unpack[MaskingOptions]) -> _MaskingDecorator: ...
 @public
-def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - each is described
+def bucketed(function: Any = None, /, *positional: Any, **options: Any) -> Any:  # noqa: D417 - each is described
     """Pad named dims to a few static sizes, run, and slice the outputs back to size.
 
     Equals ``function(*args, **kwargs)`` if padding does not change the answer, which is checked
-    once per bucket. With ``compile=``, K buckets are K graphs of static sizes (above the largest
-    see ``overflow``). https://github.com/pytorch/pytorch/issues/190631
+    once per bucket. With ``compile=``, K buckets are K graphs of static sizes.
+    https://github.com/pytorch/pytorch/issues/190631
 
     Args:
         function: a function, a method, an ``nn.Module`` or what ``torch.compile`` made of one;
@@ -181,39 +184,32 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
         dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``:
             ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are
             equally long.
-        buckets: a :class:`Buckets` or a list of sizes for every axis, ``{axis: Buckets}``, or
-            ``"auto"``: powers of two as they are needed, fitted once after 32 calls. For two axes
-            :class:`PairBuckets`, in the order of ``dims``, or ``{(axis, axis): PairBuckets}``.
+        buckets: a :class:`Buckets` or a list of sizes for every axis, or ``{axis: Buckets}``.
+            Left out, they are powers of two as they are needed.
         fill: what padding holds, by argument: a number, ``"repeat-last"``, ``"arange"`` or a
-            function, as ``value`` of :func:`pad_to_bucket`; 0 where nothing is said. Say it
-            where it means something (labels: -100): only what is left at 0 is varied by the check.
-        lengths: the argument that takes the true size, a 0-d integer tensor; with several axes
-            ``{axis: argument}``.
-        mask: the argument that takes a mask (B, S), True where data is real. Made where the
-            caller gives none or None, extended where he does. ``{argument: "padding"}`` for True
-            where padding is, ``"additive"`` for 0 and -inf, ``(axis, kind)`` with several axes.
+            function, as ``value`` of :func:`pad_to_bucket`; 0 for all others. Say it if the
+            function may rely on it (labels: -100; a sum: 0): the check varies what is not named.
+        lengths: the argument that takes the true size, a 0-d integer tensor, made if the caller
+            gives none; with several axes ``{axis: argument}``. If he gives it, 0-d or (B,), it
+            says how much of a call that arrives padded is real.
+        mask: the argument that takes a mask (B, S), True where data is real. Made if the caller
+            gives none or None, extended if he does; then it says how much of a call that arrives
+            padded is real. ``{argument: "padding"}`` for True where padding is, ``"additive"`` for
+            0 and -inf, ``(axis, kind)`` with several axes.
         outputs: sizes of the outputs, in their structure: ``{dim: axis}`` or ``{dim: lambda t:
-            t // 2}``; ``{dim: (None, axis)}`` where a batch and its rows are one dim of B * t, as
-            in router logits of mixture-of-experts models. Left out, they are derived from the
-            function.
+            t // 2}``. Left out, they are derived from the function.
         side: where padding goes, ``"right"`` or ``"left"``.
         overflow: above the largest bucket: ``"error"``; ``"eager"``, without compiling;
-            ``"grow"``, a new bucket, at least twice the largest; ``"dynamic"``, one compiled
-            function with symbolic sizes.
+            ``"grow"``, a new bucket, at least twice the largest.
         check_padding: ``"first"``: once per bucket (and with gradients on and off, in training and
-            not) the function runs four times without compiling: on the real inputs, padded, and
-            padded with two other values; once on other data, and again where padding grows
-            (docs/bucketed.md). ``"always"``: in every call. ``"never"``.
+            not) the function runs without compiling on the real inputs, padded, and padded with
+            values above and below all data: outputs, gradients and buffers have to agree.
+            ``"always"``: in every call. ``"never"``.
         compile: True, or a dict of ``torch.compile``'s arguments, to compile it as well. False
-            says that it runs uncompiled on purpose, also where ``torch.compile`` is around it.
-        plan: a file of buckets in place of ``buckets``, which ``save_plan`` wrote, or
-            ``python -m torchguard plan --json``.
-        group: a group of ``torch.distributed``, or True for all ranks: every rank takes the
-            bucket of the longest. Each rank has to make the same calls.
+            says that it runs uncompiled on purpose, also if ``torch.compile`` is around it.
 
     Returns:
-        A callable, or a module, with ``stats()``, ``warmup(*example)``, ``verify(*inputs)`` and
-        ``save_plan(path)``.
+        A callable, or a module, with ``stats()``, ``warmup(*example)`` and ``verify(*inputs)``.
 
     Raises:
         TypeError, ValueError: the options don't fit the function or each other; when called:
@@ -233,6 +229,12 @@ def bucketed(function: Any = None, /, **options: Any) -> Any:  # noqa: D417 - ea
         >>> double.stats().hits
         {(4,): 1}
     """
+    if positional:
+        shown = ", ".join(type(each).__name__ for each in positional)
+        raise TypeError(
+            f"bucketed: got {shown} by position, expected options by name: "
+            "bucketed(function, dims={'x': {1: 't'}}, buckets=[64, 128])"
+        )
     checked = checked_options(options)
     if function is None:
         return functools.partial(_wrap, options=checked)
@@ -246,9 +248,9 @@ _options = [
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if name == "dims" else DEFAULTS[name],
-        annotation=annotation,
+        annotation=MaskingOptions.__annotations__[name],
     )
-    for name, annotation in MaskingOptions.__annotations__.items()
+    for name in DEFAULTS
 ]
 bucketed.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[_signature.parameters["function"], *_options]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-import operator
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,6 @@ from torchguard._pytree import (
 from torchguard._torch import ShapeFormula
 from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
 from torchguard.equivalence.outcome import Given
-from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
     from torchguard.bucketing.decorator.options import AxisSizes, Spec
@@ -144,17 +142,6 @@ class Call(NamedTuple):
         """Return the same call with some leaves replaced."""
         return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
 
-    def perturbed(self, seed: int) -> tuple[Self, bool]:
-        """Return it with perturbed values in what requires a gradient, and if any changed."""
-        new: dict[int, Any] = {}
-        for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                new[index] = leaf.detach().clone()
-                perturb_(new[index], seed)
-                new[index].requires_grad_()
-        changed = any(not torch.equal(copy, self.leaves[index]) for index, copy in new.items())
-        return self.with_leaves(new), changed
-
     def labels(self) -> list[str]:
         """Return how to spell each leaf: ``batch['ids']``."""
         found = []
@@ -251,7 +238,8 @@ class Graph:
 
 
 _GROWS = 2.0
-"""A bucket is checked again where it gets more than so many times the padding it had then."""
+"""A bucket is checked again if it gets more than so many times the padding it had then: in
+bfloat16 one padded position of 256 may be rounding."""
 
 
 @dataclass
@@ -259,15 +247,17 @@ class Bucket:
     """One size, or one for each axis, and what the first call or ``warmup()`` has made of it."""
 
     calls: int = 0
-    real: int = 0
+    real: float = 0.0
     padded: int = 0
+    on_device: torch.Tensor | None = None
+    """What else is real by masks on an accelerator: read by ``stats()`` only, which waits."""
     graphs: dict[Any, Graph] = field(default_factory=dict)
     """Graphs by padded shapes and global state. Dynamo compiles anew for each anyway, and it moves
     the entry it uses to the front of its list: another thread may miss its own."""
     proven: dict[Any, list[tuple[float, ...]]] = field(default_factory=dict)
-    """How much padding it was proven with for what was real: by kind of call, then by axis."""
+    """How much padding was checked here for what was real: by kind of call, then by axis."""
     formulas: dict[Any, ShapeFormula | None] = field(default_factory=dict)
-    """How the sizes of outputs depend on those of a call; None where torch can't tell."""
+    """How the sizes of outputs depend on those of a call; None if torch can't tell."""
 
     def covers(self, plan: Plan) -> bool:
         """Whether it is proven for a call: with at least half the padding that the call has."""
@@ -280,27 +270,15 @@ class Bucket:
 
     def add_proof(self, plan: Plan) -> None:
         """Note that it is proven with the padding of a call."""
-        now, shares = _share_of_padding(plan), self.proven.setdefault(plan.kind, [])
-        if not any(all(map(operator.le, now, each)) for each in shares):
-            shares.append(now)
+        self.proven.setdefault(plan.kind, []).append(_share_of_padding(plan))
 
 
 def _share_of_padding(plan: Plan) -> tuple[float, ...]:
     """Return how much padding there is for what is real, by axis."""
-    # Of the shortest rank: the others have decided the same.
-    sizes = plan.shortest or plan.sizes
     return tuple(
-        (bucket - sizes[axis]) / max(sizes[axis], 1) for axis, bucket in plan.buckets.items()
+        (bucket - plan.sizes[axis]) / max(plan.sizes[axis], 1)
+        for axis, bucket in plan.buckets.items()
     )
-
-
-@dataclass
-class Known:
-    """What was found out about a kind of call, whatever its bucket."""
-
-    neutral: frozenset[str] = frozenset()
-    """The inputs that 0 in the padding is neutral for, though another value is not."""
-    tried: bool = False  # whether the check has run on other data than the caller's
 
 
 def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[..., torch.Tensor]:
@@ -359,7 +337,13 @@ class Plan:
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
-    shortest: AxisSizes = field(default_factory=dict)  # of all ranks of a group
+    counts: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor], float], ...] = ()
+    """The leaves by which the caller says how much is real: the index, what sums it up, and what
+    part of the axis one position is."""
+    rows: int = 1
+    """How many rows of a batch are counted, if that is not an axis."""
+    open: bool = False
+    """Whether the next call may arrive with padding that is not proven yet."""
     real: int = 1
     padded: int = 1
 
@@ -373,8 +357,23 @@ class Plan:
                 pads.append((each.index, _pad(each, dims, self.side)))
         self.pads, self.shapes = tuple(pads), tuple(shapes)
         # The product stands for the work of a call: with a batch and a length it counts tokens.
-        self.real = math.prod(self.sizes.values())
-        self.padded = math.prod(self.buckets.get(axis, size) for axis, size in self.sizes.items())
+        padded = [self.buckets.get(axis, size) for axis, size in self.sizes.items()]
+        self.real = self.rows * math.prod(self.sizes.values())
+        self.padded = self.rows * math.prod(padded)
+
+    def count_real(self, leaves: Sequence[Any]) -> Any:
+        """Return how much of a call is real: by what the caller says, if he does.
+
+        On an accelerator it is a tensor, so that nothing waits for it.
+        """
+        real: Any = self.real
+        for index, total, share in self.counts:
+            leaf = leaves[index]
+            if type(leaf) is torch.Tensor and not leaf.is_meta:
+                found = total(leaf.detach())
+                if type(found) is torch.Tensor:  # not a fake one
+                    real = real * share * (found.item() if found.is_cpu else found)
+        return real
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
@@ -385,21 +384,58 @@ class Plan:
         return leaves
 
 
-def kind_of_call(
-    specialization: Specialization, inputs: Iterable[Input], masks: Container[str], *, shared: bool
-) -> Any:
+class Case(NamedTuple):
+    """A call to compare with and without padding."""
+
+    plan: Plan
+    call: Call
+    """At its real sizes: what it has arrived with beyond them is cut."""
+    content: Mapping[int, torch.Tensor]
+    """What the padding holds with which it has arrived, by index of the leaf, at full size."""
+
+    def region(self, index: int) -> torch.Tensor:
+        """Return where an input is real, at its padded size."""
+        ones = torch.ones_like(self.call.leaves[index].detach(), dtype=torch.bool)
+        region: torch.Tensor = dict(self.plan.pads)[index](ones, False)
+        return region
+
+    def given(self, extras: Mapping[str, Any], fills: Mapping[int, Any] | None) -> Given:
+        """Return what a function is called with, padded unless ``fills`` is None.
+
+        Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
+        If one requires a gradient, a new leaf of autograd's graph takes its place.
+        """
+        call = self.call
+        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
+        sources = {
+            place: leaf.detach().requires_grad_()
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+        }
+        leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
+        count = len(call.leaves)
+        given, owned = leaves[:count], leaves[count:]
+        if fills is not None:
+            padded = {index for index, _ in self.plan.pads}
+            given = self.plan.pad(given, fills)
+            for index, content in self.content.items():
+                if index in padded and index not in fills:
+                    given[index] = torch.where(self.region(index), given[index], content)
+        args, kwargs = call.bind(extras, given)
+        if owned:
+            args[: len(call.owner)] = unflatten(owned, call.owner)
+        return Given([*given, *owned], args, kwargs, sources)
+
+
+def kind_of_call(specialization: Specialization, inputs: Iterable[Input]) -> Any:
     """Return what a proof is of, besides the bucket.
 
-    With labels a model computes a loss, so which inputs there are counts as well. Between ranks
-    (``shared``) switches and masks may differ, and all of them have to check at the same time.
+    With labels a model computes a loss, so which inputs there are counts as well.
     """
-    labels = [each.label for each in inputs]
-    if shared:
-        return specialization.global_state, *(label for label in labels if label not in masks)
     switches = [(label, _switch(key)) for label, key in specialization.unpadded]
     # What shows in unsigned numbers may not in others.
-    kinds = [(each.dtype, each.requires_grad) for each in inputs]
-    return specialization.global_state, specialization.structure, *switches, *labels, *kinds
+    kinds = [(each.label, each.dtype, each.requires_grad) for each in inputs]
+    return specialization.global_state, specialization.structure, *switches, *kinds
 
 
 def _switch(key: Any) -> Any:
@@ -410,31 +446,6 @@ def _switch(key: Any) -> Any:
     if isinstance(key, float) and key not in {0.0, 1.0}:
         return float, math.copysign(1, key), math.isfinite(key)
     return type(key), key
-
-
-def given_by(
-    plan: Plan, call: Call, extras: Mapping[str, Any], fills: Mapping[int, Any] | None
-) -> Given:
-    """Return what a function is called with in a check, padded unless ``fills`` is None.
-
-    Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
-    Where one requires a gradient, a new leaf of autograd's graph takes its place.
-    """
-    leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
-    sources = {
-        place: leaf.detach().requires_grad_()
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
-    }
-    leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
-    count = len(call.leaves)
-    given, owned = leaves[:count], leaves[count:]
-    if fills is not None:
-        given = plan.pad(given, fills)
-    args, kwargs = call.bind(extras, given)
-    if owned:
-        args[: len(call.owner)] = unflatten(owned, call.owner)
-    return Given([*given, *owned], args, kwargs, sources)
 
 
 def sizes_of(plan: Plan) -> str:

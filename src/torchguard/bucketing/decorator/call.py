@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from torchguard.bucketing.decorator.bucket import (
     Bucket,
     Call,
     Graph,
-    Input,
-    Known,
     Plan,
     Specialization,
     kind_of_call,
@@ -31,19 +28,14 @@ from torchguard.bucketing.decorator.bucket import (
 )
 from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
-    Compilers,
+    Compiler,
     compiling,
     graph_for,
-    recompile_reason,
 )
-from torchguard.bucketing.decorator.explain import explain_failure, flattened_rows
-from torchguard.bucketing.decorator.masking import fresh_extras, make_extras
-from torchguard.bucketing.decorator.no_recompile import compiling_is_refused, failed_guards
-from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_buckets, find_inputs
+from torchguard.bucketing.decorator.masking import counts_of, fresh_extras, make_extras
+from torchguard.bucketing.decorator.options import Spec, find_buckets, find_inputs
 from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
 from torchguard.bucketing.decorator.prove import check_padding
-from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.errors import PaddingLeakError, RecompileError, TorchGuardError
 
 # Each distinct shape of the inputs has a plan of some kilobytes.
 _PLANS_KEPT = 8192
@@ -53,17 +45,14 @@ class Caller:
     """Runs one function through its buckets."""
 
     def __init__(
-        self, function: Callable[..., Any], compilers: Compilers, spec: Spec, name: str
+        self, function: Callable[..., Any], compiler: Compiler | None, spec: Spec, name: str
     ) -> None:
-        if spec.options["overflow"] != "dynamic":
-            compilers = compilers._replace(dynamic=None)
-        self.compilers = compilers
+        self.compiler = compiler
         self.function = function
         self.spec = spec
         self.name = name
         self.lock = threading.Lock()
         self.buckets: dict[tuple[int, ...], Bucket] = {}
-        self.known: dict[Any, Known] = {}
         self.output_shapes = OutputShapes(self.function, spec, name)
         self._uncompiled = Graph(self.function)
         self._seen: dict[tuple[int, ...], list[int]] = {}
@@ -71,8 +60,6 @@ class Caller:
         self._global_state: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
         self._always = spec.options["check_padding"] == "always"
-        self._shared = spec.options["group"] is not None
-        self._fitting = any(ladder.fitting for ladder in spec.ladders.values())
 
     def seen(self) -> dict[tuple[int, ...], int]:
         """Return how often each combination of the sizes of the axes was called."""
@@ -86,26 +73,23 @@ class Caller:
     ) -> Any:
         """Call the function; ``owner`` comes first in what it is given."""
         plan, leaves, nested = self._look_up(owner, args, kwargs)
-        try:
-            first = not plan.ready or self._always
-            if first or nested or plan.extras:
-                call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-                if first:
-                    return self._make_whole(plan, call)
-                return self._call(plan, plan.graph.run, call)
-            # No container and nothing to add: each argument is a leaf, and goes as it is.
-            for index, pad in plan.pads:
-                leaves[index] = pad(leaves[index])
-            if kwargs:
-                count = len(args)
-                named = dict(zip(kwargs, leaves[count:], strict=True))
-                output = plan.graph.run(*owner, *leaves[:count], **named)
-            else:
-                output = plan.graph.run(*owner, *leaves)
-        except RuntimeError as error:
-            self._raise_recompile_error(plan, error)
-            raise
-        return self._finish(plan, output, owner, args, kwargs)
+        first = not plan.ready or plan.open or self._always
+        if first or nested or plan.extras:
+            call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
+            if first:
+                return self._make_whole(plan, call)
+            return self._call(plan, plan.graph.run, call)
+        # No container and nothing to add: each argument is a leaf, and goes as it is.
+        real = plan.count_real(leaves) if plan.counts else plan.real
+        for index, pad in plan.pads:
+            leaves[index] = pad(leaves[index])
+        if kwargs:
+            count = len(args)
+            named = dict(zip(kwargs, leaves[count:], strict=True))
+            output = plan.graph.run(*owner, *leaves[:count], **named)
+        else:
+            output = plan.graph.run(*owner, *leaves)
+        return self._finish(plan, real, output, owner, args, kwargs)
 
     def _look_up(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -136,35 +120,38 @@ class Caller:
                         key += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
                     else:
                         key.append(leaf_key(leaf))
-        # Ranks agree on the sizes in every call, so none may find its plan without the others.
-        plan = None if self._shared else self._plans.get(tuple(key))
+        plan = self._plans.get(tuple(key))
         if plan is None:
             plan = self._new_plan(tuple(key), global_state, owner, args, kwargs)
         return plan, leaves, nested
 
     def _call(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
+        real = plan.count_real(call.leaves) if plan.counts else plan.real
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
-        return self._finish(plan, run(*args, **kwargs), call)
+        return self._finish(plan, real, run(*args, **kwargs), call)
 
-    def _finish(self, plan: Plan, output: Any, *given: Any) -> Any:
-        """Slice the output and count the call, given as a :class:`Call` or what makes one."""
+    def _finish(self, plan: Plan, real: Any, output: Any, *given: Any) -> Any:
+        """Slice the output and count the call, given as a :class:`Call` or what makes one.
+
+        ``real`` is how much of it is: a tensor, if only an accelerator knows.
+        """
         if plan.graph.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
-            real = slice_output(plan, output)
-            if real is UNKNOWN:
-                real = self.learn(plan, output, *given)
-            output = real
+            sliced = slice_output(plan, output)
+            output = self.learn(plan, output, *given) if sliced is UNKNOWN else sliced
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
             bucket = plan.bucket
             bucket.calls += 1
-            bucket.real += plan.real
+            if isinstance(real, torch.Tensor):
+                before = bucket.on_device
+                bucket.on_device = real if before is None else before.to(real.device) + real
+            else:
+                bucket.real += real
             bucket.padded += plan.padded
             plan.seen[0] += 1
-            if self._fitting:
-                self._refit()
         return output
 
     def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
@@ -198,19 +185,14 @@ class Caller:
         self, key: Any, state: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
     ) -> Plan:
         call = Call.of(self.spec, owner, args, kwargs)
-        shortest: AxisSizes = {}
-        if self._shared:
-            inputs, sizes, together, shortest = self._agreed_sizes(call)
-            key = (key, *together.values(), *shortest.values())
-            if key in self._plans:
-                return self._plans[key]
-        else:
-            inputs, sizes = find_inputs(self.spec, call)
-            together = sizes
-        buckets = find_buckets(self.spec, together, inputs)
-        extras = {}
+        inputs, sizes = find_inputs(self.spec, call)
+        buckets = find_buckets(self.spec, sizes, inputs)
+        extras: dict[str, torch.Tensor] = {}
+        counts: Any = ()
+        rows = 1
         if self.spec.lengths or self.spec.masks:
             extras = make_extras(self.spec, call, inputs, sizes, buckets)
+            counts, rows = counts_of(self.spec, inputs, call)
         padded = {each.index for each in inputs}
         unpadded = tuple(
             (label, leaf_key(leaf))
@@ -218,6 +200,8 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, unpadded)
+        if specialization.transformed:
+            counts = ()
         own = tuple(buckets.values())
         with self.lock:
             plan = Plan(
@@ -229,120 +213,62 @@ class Caller:
                 bucket=self.buckets.setdefault(own, Bucket()),
                 graph=self._uncompiled,
                 specialization=specialization,
-                seen=self._seen.setdefault(tuple(together.values()), [0]),
+                seen=self._seen.setdefault(tuple(sizes.values()), [0]),
                 extras=extras,
-                # A check may contain collectives, so all ranks make it or none does.
-                shortest=shortest,
-                kind=kind_of_call(specialization, inputs, self.spec.masks, shared=self._shared),
+                kind=kind_of_call(specialization, inputs),
+                counts=counts,
+                rows=rows,
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
-            if self.compilers.static is not None:
-                plan.graph = graph_for(self.function, self.compilers, plan)
+            # It runs what is inside a transform of torch.func uncompiled.
+            if self.compiler is not None and buckets and not specialization.transformed:
+                plan.graph = graph_for(self.function, self.compiler, plan)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = plan
         return plan
 
-    def _agreed_sizes(
-        self, call: Call
-    ) -> tuple[tuple[Input, ...], AxisSizes, AxisSizes, AxisSizes]:
-        """Return this rank's inputs and sizes, and the longest and the shortest of all ranks."""
-        inputs: tuple[Input, ...] = ()
-        sizes = dict.fromkeys(self.spec.ladders, 0)
-        problem: Exception | None = None
-        try:
-            inputs, sizes = find_inputs(self.spec, call)
-        except Exception as error:  # noqa: BLE001 - the other ranks are waiting
-            problem = error
-        own = list(sizes.values())
-        numbers = [*own, *(-size for size in own), int(problem is not None)]
-        *agreed, failed = largest_of_all_ranks(self.spec.options["group"], numbers)
-        if problem is not None:
-            raise problem
-        if failed:
-            raise RuntimeError(
-                f"bucketed: another rank could not bind the arguments of {self.name}; its own "
-                "error says why"
-            )
-        longest = dict(zip(sizes, agreed, strict=False))
-        shortest = {axis: -size for axis, size in zip(sizes, agreed[len(sizes) :], strict=True)}
-        return inputs, sizes, longest, shortest
-
     # ---- the first call of a shape ----
 
     def _make_whole(self, plan: Plan, call: Call) -> Any:
         """Prepare the bucket for this call, and run it: prove, compile, derive."""
-        with self.explained(plan, call):
-            self.prove(plan, call)
-            output = self._call(plan, self.first_run(plan), call)
+        self.prove(plan, call)
+        output = self._call(plan, self.first_run(plan), call)
         plan.ready = True
         if len(plan.graph.compiled_for) > RECOMPILE_LIMIT and not self._warned:
             self._warn_of_recompiles(plan)
         return output
 
-    @contextlib.contextmanager
-    def explained(self, plan: Plan, call: Call) -> Iterator[None]:
-        """Add to an error of a first call what the user can do about it."""
-        try:
-            yield
-        except PaddingLeakError as error:
-            hint = self.spec.unread() or flattened_rows(plan)
-            # The same error, so that its traceback still begins where the leak was found.
-            error.args = (f"{error}{hint}", *error.args[1:])
-            raise
-        except TorchGuardError:
-            raise
-        except Exception as error:
-            missing = explain_failure(self.output_shapes, plan, call, error)
-            if missing is None:
-                raise
-            raise missing from error
-
-    def prove(self, plan: Plan, call: Call, *, anew: bool = False) -> None:
+    def prove(self, plan: Plan, call: Call, *, anew: bool = False) -> bool:
         """Check the padding of a call unless that is proven, or ``anew`` whatever is proven.
 
-        All ranks of a group do so, or none does, because a check has collectives.
+        Returns whether there was any to check.
         """
-        if not anew and not self._is_unproven(plan):
-            return
-        known = self.known.setdefault(plan.kind, Known())
-        with COMPILE_LOCK, uncompiled():
-            check_padding(self.output_shapes, plan, call, known, anew=anew)
-
-    def _is_unproven(self, plan: Plan) -> bool:
-        when = self.spec.options["check_padding"]
-        if when == "never" or not plan.buckets or plan.specialization.transformed:
+        when = "always" if anew else self.spec.options["check_padding"]
+        able = bool(plan.buckets) and not plan.specialization.transformed and when != "never"
+        if able and when == "first":
+            bucket = plan.bucket
+            able = not (bucket.covers(plan) if plan.pads else plan.kind in bucket.proven)
+        # What arrives at the size of its bucket may be padded all the same.
+        if not able or not (plan.pads or plan.counts):
+            plan.open = False
             return False
-        # An empty input has no real part that a run without padding could compute.
-        padded = bool(plan.pads) and all(plan.sizes.values())
-        if plan.shortest:  # the same question on every rank, whatever its own sizes
-            padded = plan.shortest != plan.buckets
-        return padded and (when == "always" or not plan.bucket.covers(plan))
+        with COMPILE_LOCK, uncompiled():
+            padded = check_padding(self.output_shapes, plan, call, anew=anew)
+        plan.open = not padded and bool(plan.counts)
+        return padded
 
     def first_run(self, plan: Plan) -> Callable[..., Any]:
         """Return what runs a call; where that compiles, once, and what it took is noted."""
         graph = plan.graph
         if not graph.compiles or plan.specialization in graph.compiled_for:
             return graph.run
-        if compiling_is_refused() and not graph.compiled_for:
-            raise RecompileError(
-                f"no_recompile: {self.name} was about to compile {recompile_reason(plan)}"
-            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with compiling(graph, plan.specialization):
                 return graph.run(*args, **kwargs)
 
         return run
-
-    def _raise_recompile_error(self, plan: Plan, error: RuntimeError) -> None:
-        """Raise a RecompileError where Dynamo refused to compile in a ``no_recompile`` scope."""
-        changed = failed_guards(error) if compiling_is_refused() else None
-        if changed is not None:
-            because = f", because {changed}" if changed else ""
-            raise RecompileError(
-                f"no_recompile: {self.name} was about to compile {sizes_of(plan)} again{because}"
-            ) from error
 
     def _warn_of_recompiles(self, plan: Plan) -> None:
         """Warn once that something else than the size differs from call to call."""
@@ -367,7 +293,7 @@ class Caller:
         return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
 
     def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
-        asked = self.compilers.static is not None or self.spec.options["compile"] is not None
+        asked = self.compiler is not None or self.spec.options["compile"] is not None
         if not asked and not self._warned_of_compiling_around:
             self._warned_of_compiling_around = True
             warn_user(
@@ -388,14 +314,14 @@ class Caller:
 
         Raises:
             PaddingLeakError: padding changes the answer or a gradient.
-            ValueError: they are above the largest bucket, or need no padding.
+            ValueError: they are above the largest bucket, or nothing of them is padding.
         """
         plan, call = self.plan_for(owner, args, kwargs)
-        if not plan.pads:
-            fits = ", so nothing is padded; pass shorter inputs"
-            why = fits if plan.buckets else " is above the largest bucket"
+        if not self.prove(plan, call, anew=True):
+            why = " is above the largest bucket"
+            if plan.buckets:
+                why = ", so nothing is padded; pass shorter inputs, or a mask that says what is"
             raise ValueError(f"bucketed: nothing to check: {sizes_of(plan)}{why}")
-        self.prove(plan, call, anew=True)
 
     def plan_for(
         self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -403,20 +329,6 @@ class Caller:
         """Return the plan for a call that is not made now."""
         plan, leaves, _ = self._look_up(owner, args, kwargs)
         return plan, Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
-
-    def _refit(self) -> None:
-        """Fit automatic ladders once enough calls were seen."""
-        changed = False
-        for ladder in dict.fromkeys(self.spec.ladders.values()):
-            places = [list(self.spec.ladders).index(axis) for axis in ladder.axes]
-            seen: Counter[tuple[int, ...]] = Counter()
-            for sizes, count in self.seen().items():
-                seen[tuple(sizes[place] for place in places)] += count
-            changed |= ladder.observe(seen)
-        self._fitting = any(ladder.fitting for ladder in self.spec.ladders.values())
-        if changed:
-            # A plan keeps the sizes of its bucket, which may be another one now.
-            self._plans.clear()
 
 
 def _cloned(output: Any) -> Any:

@@ -14,28 +14,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.bucket import (
-    COMPILE_LOCK,
-    Graph,
-    Plan,
-    Specialization,
-    sizes_of,
-)
+from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Graph, Plan, Specialization
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Compilers(NamedTuple):
-    """What compiles a function, by kind of graph; None where it runs uncompiled."""
-
-    static: Compiler | None = None
-    dynamic: Compiler | None = None
-    """What compiles the sizes above the largest bucket."""
 
 
 RECOMPILE_LIMIT = 8
@@ -54,20 +40,15 @@ def alone() -> Iterator[None]:
         yield
 
 
-def graph_for(function: Callable[..., Any], compilers: Compilers, plan: Plan) -> Graph:
-    """Return what runs a call; it is compiled where its bucket has none like it yet."""
-    compiler = compilers.static if plan.buckets else compilers.dynamic
-    # torch.compile runs what is inside a transform of torch.func uncompiled.
-    if compiler is None or plan.specialization.transformed:
-        return plan.graph
+def graph_for(function: Callable[..., Any], compiler: Compiler, plan: Plan) -> Graph:
+    """Return what runs a padded call; it is compiled if its bucket has none like it yet."""
     graphs = plan.bucket.graphs
-    key = (plan.shapes, plan.specialization.global_state) if plan.buckets else None
+    key = (plan.shapes, plan.specialization.global_state)
     if key not in graphs:
         # Dynamo keeps the sizes it has seen under this name, in a file too.
         sizes = "_".join("x".join(map(str, shape)) for _, shape in plan.shapes)
-        copied = _separated(function, f"bucket_{sizes}" if plan.buckets else "beyond_buckets")
-        run = compiler(copied)
-        run = _torch.compiles_inside(run, alone) if plan.buckets else _torch.keep_settings(run)
+        copied = _separated(function, f"bucket_{sizes}")
+        run = _torch.compiles_inside(compiler(copied), alone)
         cuda_graphs = _torch.records_cuda_graphs(run)
         graphs[key] = Graph(run, copied.__code__, compiles=True, cuda_graphs=cuda_graphs)
     return graphs[key]
@@ -95,39 +76,13 @@ def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
         graph.compiled_for.add(specialization)
 
 
-_MODES = ("whether gradients are on", "inference mode", "autocast", "a transform of torch.func")
-
-
-def recompile_reason(plan: Plan) -> str:
-    """Return what a call has that no graph was compiled for."""
-    graphs = list(plan.bucket.graphs.items())
-    compiled = [_parts(*key) for key, graph in graphs if graph.compiled_for]
-    if not compiled:
-        return f"{sizes_of(plan)}, a bucket that is not compiled yet: warmup() compiles all"
-    own = _parts(plan.shapes, plan.specialization.global_state)
-    nearest = min(compiled, key=lambda each: len(own.items() ^ each.items()))
-    changed = [
-        f"{what} is {own.get(what, 'left out')}, compiled was {nearest.get(what, 'left out')}"
-        for what in own | nearest
-        if own.get(what) != nearest.get(what)
-    ]
-    labels = ", ".join(label for label, _ in plan.shapes)
-    because = ", ".join(changed) or f"{labels} come in another order than was compiled"
-    return f"{sizes_of(plan)}, because {because}: call warmup() with the arguments of this call"
-
-
-def _parts(shapes: Any, state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what a graph is compiled for, by what it is."""
-    modules = (f"the training mode of module {i}" for i in range(len(state) - len(_MODES)))
-    padded = {f"{label} after padding": shape for label, shape in shapes}
-    return padded | dict(zip((*_MODES, *modules), state, strict=True))
-
-
-def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[Any, Compilers]:
-    """Split what the user wraps into the function itself and what compiles it."""
+def compiler_for(
+    given: Any, options: bool | Mapping[str, Any] | None
+) -> tuple[Any, Compiler | None]:
+    """Split what the user wraps into the function itself and what compiles it, if anything does."""
     found = _torch.compiler_of(given)
     if found is None:
-        return given, _compilers(options) if options else Compilers()
+        return given, _compiler(options) if options else None
     original, settings = found
     if options:
         raise ValueError(
@@ -139,11 +94,11 @@ def compiler_for(given: Any, options: bool | Mapping[str, Any] | None) -> tuple[
             "bucketed: the function is compiled with dynamic=True, which makes static sizes "
             "symbolic: compile it without, or pass the function itself and compile={...}"
         )
-    # Without dynamic=False a second size above the buckets makes it symbolic.
-    return original, Compilers(settings, settings)
+    return original, settings
 
 
-def _compilers(options: Any) -> Compilers:
+def _compiler(options: Any) -> Compiler:
+    """Return what ``compile=`` asks for, with static sizes."""
     if options is not True and not isinstance(options, Mapping):
         # The name of a mode or of a backend, given in place of the dict.
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -157,12 +112,8 @@ def _compilers(options: Any) -> Compilers:
         raise ValueError(
             "bucketed: compile={'dynamic': True} makes static sizes symbolic: leave it out"
         )
-
-    def compiler(*, dynamic: bool | None) -> Compiler:
-        # torch.compile is looked up when a bucket compiles: install("verified") replaces it.
-        return lambda function: torch.compile(function, dynamic=dynamic, **arguments)
-
-    return Compilers(compiler(dynamic=False), compiler(dynamic=True))
+    # torch.compile is looked up when a bucket compiles: install("verified") replaces it.
+    return lambda function: torch.compile(function, dynamic=False, **arguments)
 
 
 def _separated(function: Callable[..., Any], suffix: str) -> FunctionType:

@@ -1,117 +1,82 @@
-"""Say why a call failed once it was padded, and what a user can do about it."""
+"""Say what padding has changed: the output, the size, the first operator that differs."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchguard._pytree import flatten, key_paths
-from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, uncompiled, user_line
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Call, Plan, sizes_of
-from torchguard.bucketing.decorator.options import input_of
-from torchguard.bucketing.decorator.output_shapes import OutputShapes
-from torchguard.bucketing.decorator.slices import Narrow
+from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, user_line
+from torchguard.bucketing.decorator.bucket import Call, Case, Plan, sizes_of
+from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
 from torchguard.equivalence.compare import PADDING, Verdict, judge
-from torchguard.equivalence.isolate import run_undoing_mutations
-from torchguard.equivalence.outcome import Given, Outcome
-from torchguard.errors import PaddingLeakError
+from torchguard.equivalence.outcome import Outcome
 
 # ---- padding has changed the answer ----
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call to compare with and without padding."""
-
-    plan: Plan
-    call: Call
-    description: str = ""  # how its data differs from the caller's
-    changed: tuple[str, ...] = ()  # the inputs that have other data
-    short: bool = False  # whether the caller's inputs are cut short
-
-
-class Leak(NamedTuple):
-    """What was found, until it is confirmed."""
-
-    text: str
-    advice: str = ""
-    fills: Any = None  # what the padding held in place of what is declared, by index of the leaf
-
-    def error(self, where: str = "") -> PaddingLeakError:
-        """Return the error; ``where`` names the operator, or what else is known."""
-        return PaddingLeakError(f"{self.text}{where}{self.advice}")
-
-
 def leak_of(  # noqa: PLR0917 - as many as a difference has
     shapes: OutputShapes, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Any
-) -> Leak:
+) -> str:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
     The structure of both outcomes is a ``FlatOutput``.
     """
     name, what, found = shapes.name, sizes_of(case.plan), verdict.differences[0]
-    filled = ", ".join(each.label for each in case.plan.inputs if each.index in fills)
+    filled = " and ".join(each.label for each in case.plan.inputs if each.index in fills)
     if got.error is not None:
-        return Leak(
-            f"bucketed: {name} fails with another value than 0 in the padding of {filled} "
-            f"({what}): {type(got.error).__name__}: {got.error}"
+        return (
+            f"{name} fails with another value than 0 in the padding of {filled} ({what}): "
+            f"{type(got.error).__name__}: {got.error}"
         )
     if fills:
         what += f"; with another value in the padding of {filled}"
-    elif case.short:
-        what += "; inputs cut short, to see what a small difference becomes with more padding"
-    elif case.changed:
-        what += f"; with other data, where {' and '.join(case.changed)} {case.description}"
+    elif case.content:
+        what += "; the padding is that with which the call has arrived"
     if found.part == "structure":
-        said = f"{name} returns another structure when its input is padded"
-        return Leak(f"bucketed: {said} ({what})", fills=fills)
+        return f"{name} returns another structure when its input is padded ({what})"
     if found.part == "outputs":
         where = f"{expected.structure.label(found.key)} of {name}"
         wanted, value = (run.outputs[found.key] for run in (expected, got))
         if found.kind == "shape":
-            return Leak(
-                f"bucketed: {where} has shape {tuple(value.shape)} sliced from a padded run, and "
-                f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is",
-                fills=fills,
+            return (
+                f"{where} has shape {tuple(value.shape)} sliced from a padded run, and "
+                f"{tuple(wanted.shape)} without padding ({what}): say in outputs= how long it is"
             )
+        if found.kind == "value":
+            return f"{where} is {value!r} with padding and {wanted!r} without ({what})"
     elif found.part == "gradients":
         gradients = {**got.gradients, **expected.gradients}
         where = f"the gradient of {gradients[found.key].name} in {name}"
     else:
         where = f"the buffer {found.key} that {name} writes"
-    if found.part == "outputs" and found.kind == "value":
-        said = f"{where} is {value!r} with padding and {wanted!r} without"
-    else:
-        said = (
-            f"padding changes {where}: largest difference {found.largest:.3g}, where the largest "
-            f"value is {found.scale:.3g}"
-        )
-    return Leak(f"bucketed: {said} ({what})", _advice(shapes, case), fills)
+    return (
+        f"padding changes {where}: largest difference {found.largest:.3g}, where the largest "
+        f"value is {found.scale:.3g} ({what})"
+    )
 
 
-def _advice(shapes: OutputShapes, case: Case) -> str:
-    if case.changed:
-        fills = {each.index: 0 for each in case.plan.inputs if each.label in case.changed}
-        return (
-            ". So 0 in the padding is not neutral: pass a mask (mask=) or the true sizes "
-            "(lengths=); or write in fill= a value that changes nothing, such as -inf for a maximum"
-            " and inf for a minimum (of integers the smallest and the largest); "
-            f"fill={_typed(case.call, fills)} says that such data never comes"
-        )
+def advice(shapes: OutputShapes, case: Case, fills: Any) -> str:
+    """Return what to type: a mask, the true sizes, or what the padding has to hold."""
     given = {*case.plan.extras, *(each.label for each in case.plan.inputs)}
     masks = " and ".join(name for name in shapes.spec.masks if name in given)
-    advice = "Pass the function a mask (mask=) or the true sizes (lengths=)"
     if masks:
-        advice = (
-            f"{masks} was given: something in {shapes.name} does not use it, or a loss reads "
-            "positions that it masks (labels there: fill={'labels': -100}). Pass the true sizes "
-            "(lengths=)"
+        text = (
+            f". {masks} was given: something in {shapes.name} does not use it, or takes it the "
+            "other way round, or a loss reads positions that it masks (labels there: "
+            "fill={'labels': -100})"
         )
-    return f". {advice}; if what the padding holds means something to it, say so in fill="
+    else:
+        text = ". Pass the function a mask (mask=) or the true sizes (lengths=)"
+    if fills:
+        zeros = typed(case.call, dict.fromkeys(fills, 0))
+        return (
+            f"{text}. With 0 there nothing differs for this call; fill={zeros} says that 0 is "
+            "right for every call (as for a sum, but not for a maximum)"
+        )
+    return f"{text}; if what the padding holds means something to it, say so in fill="
 
 
 # ---- the first operator after which the real part differs ----
@@ -206,96 +171,13 @@ class FirstDifference(TorchDispatchMode):
         return [expected.detach(), got.detach()]
 
 
-def flattened_rows(plan: Plan) -> str:
-    """Name what was sliced as one piece, but may be a batch and its rows in one dim."""
-    steps = (step for each in plan.slices.values() for _, steps in each.steps for step in steps)
-    for step, (axis, size) in itertools.product(steps, plan.sizes.items()):
-        if isinstance(step, Narrow) and step.length > size > 0 and step.length % size == 0:
-            return (
-                f". The output has {step.length // size} times {axis!r} in dimension {step.dim}: "
-                "if these are the rows of a batch flattened into one dim, say so in outputs=, in "
-                f"the structure of what it returns: {{{step.dim}: (None, {axis!r})}}"
-            )
-    return ""
-
-
 def _place(operator: str) -> str:
     """Return the name of an operator and the user's line that has called it, if there is one."""
     shown = operator.strip("_").removesuffix("_for_cpu")
     return ", ".join(filter(None, (shown, user_line())))
 
 
-# ---- a dim that dims does not name ----
-
-_MOST_TRIED = 8
-
-
-def explain_failure(
-    shapes: OutputShapes, plan: Plan, call: Call, error: Exception
-) -> ValueError | None:
-    """Return an error that names the arguments that ``dims`` lacks, None if it lacks none.
-
-    If the function fails with the padded arguments, and does not once some others are padded too,
-    those are the ones.
-    """
-    # Memory is no matter of dims; and of a group all ranks would have to run, not only this one.
-    memory = isinstance(error, torch.OutOfMemoryError)
-    if memory or not plan.pads or shapes.spec.options["group"] is not None:
-        return None
-    named = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
-    padded = [axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size]
-    suspects = [
-        # Padded with a value that is there: it is a valid one, of labels too.
-        input_of(index, label, leaf, ((dim, axis),), "repeat-last")
-        for index, (label, leaf) in enumerate(zip(call.labels(), call.leaves, strict=True))
-        if isinstance(leaf, torch.Tensor)
-        for (dim, size), axis in itertools.product(enumerate(leaf.shape), padded)
-        if size == plan.sizes[axis] and (index, dim) not in named
-    ][:_MOST_TRIED]
-    # First those in the dim in which dims names the axis: labels beside ids.
-    usual = {place for each in plan.inputs for place in each.axes}
-    in_place = [each for each in suspects if each.axes[0] in usual]
-    with COMPILE_LOCK, uncompiled():
-        # Where it runs as it was padded, the padding was not the reason.
-        if not suspects or _works(shapes.function, plan, call):
-            return None
-        for found in (*([each] for each in (*in_place, *suspects)), in_place, suspects):
-            longer = replace(plan, inputs=(*plan.inputs, *found))
-            if found and _works(shapes.function, longer, call):
-                break
-        else:
-            return None
-    grown = ", ".join(
-        f"{axis!r} from {plan.sizes[axis]} to {plan.buckets[axis]}"
-        for axis in dict.fromkeys(each.axes[0][1] for each in found)
-    )
-    shown = ", ".join(f"{each.label} of shape {each.shape}" for each in found)
-    entries: dict[int, dict[int, str]] = {}
-    for each in found:
-        entries.setdefault(each.index, {}).update(each.axes)
-    text = (
-        f"bucketed: {shapes.name} was padded along {grown}, but not {shown}, which is as long: it "
-        f"runs once that is padded too. Name it in dims: {{..., {_typed(call, entries)[1:]}"
-    )
-    labels = {e.index: -100 for e in found if "label" in e.label or "target" in e.label}
-    if labels:
-        text += f", and say in fill what a loss ignores: {_typed(call, labels)}"
-    return ValueError(text)
-
-
-def _works(function: Callable[..., Any], plan: Plan, call: Call) -> bool:
-    """Run the function eagerly, at the sizes of the buckets; return whether it raises nothing."""
-    try:
-        leaves = plan.pad(call.leaves)
-        given = Given(leaves, *call.bind(plan.extras, leaves), {})
-        modules = call.modules(function)
-        run_undoing_mutations(function, given, read=lambda _: (None, []), names={}, modules=modules)
-    except Exception:  # noqa: BLE001 - whatever it is, it did not work
-        return False
-    return True
-
-
-def _typed(call: Call, values: Mapping[int, Any]) -> str:
+def typed(call: Call, values: Mapping[int, Any]) -> str:
     """Return values of leaves, by index, as dims= and fill= take them: nested, by argument."""
     names, _, treedefs, _ = call.signature
     arguments = zip(names, treedefs, strict=True)

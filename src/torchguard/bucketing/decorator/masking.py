@@ -6,7 +6,8 @@ Shapes: B batch, T the size of an axis, S the same after padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -97,14 +98,16 @@ def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
 def make_extras(
     spec: Spec, call: Call, inputs: Sequence[Input], sizes: AxisSizes, buckets: AxisSizes
 ) -> dict[str, torch.Tensor]:
-    """Make the lengths, and the masks that the caller has not given, by argument."""
+    """Make the lengths and the masks that the caller has not given, by argument."""
     made: dict[str, torch.Tensor] = {}
+    given = dict(zip(call.signature.names, call.arguments, strict=True))
     for axis, argument in spec.lengths.items():
+        if given.get(argument) is not None:
+            continue
         with torch.inference_mode(False):
             # An inference tensor has no version counter, by which fresh_extras() sees a write.
             # https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
             made[argument] = torch.tensor(sizes[axis], device=_holder(inputs, axis)[0].device)
-    given = dict(zip(call.signature.names, call.arguments, strict=True))
     for argument, mask in spec.masks.items():
         # Above the largest bucket nothing is padded, but the function may insist on a mask.
         if given.get(argument) is None and (buckets or argument in spec.required):
@@ -170,32 +173,105 @@ def _holder(inputs: Iterable[Input], axis: str) -> tuple[Input, int]:
     return next((each, dim) for each in inputs for dim, name in each.axes if name == axis)
 
 
-# ---- masks that the caller gives ----
+# ---- masks and lengths that the caller gives ----
 
 
 class Real(NamedTuple):
-    """Which positions of an axis are real by a mask of the caller's."""
+    """Which positions of an axis are real by a mask, or by lengths, of the caller's."""
 
     axis: str
     positions: torch.Tensor
     """(T,) or (B, T)."""
+    rows: str | None = None
+    """The axis of B, if that varies too."""
 
 
-def given_masks(
-    masks: Mapping[str, Mask], inputs: Iterable[Input], leaves: Sequence[Any]
-) -> list[Real]:
-    """Return what the caller's own masks say; one that masks nothing says nothing."""
+def real_by_caller(spec: Spec, inputs: Iterable[Input], call: Call) -> list[Real]:
+    """Return what the caller's own masks and lengths say; one that masks nothing says nothing."""
     found = []
     for each in inputs:
-        mask = masks.get(each.label)
+        mask = spec.masks.get(each.label)
         if mask is None:
             continue
-        real = mask.real(leaves[each.index].detach())
-        # (B, 1, 1, T), as attention takes it.
-        kept = [size for size in real.shape[:-1] if size != 1]
-        if len(kept) <= 1 and not bool(real.all()):
-            found.append(Real(mask.axis, real.reshape(*kept, real.shape[-1])))
-    return found
+        real = mask.real(call.leaves[each.index].detach())
+        kept = _without_ones(real.shape)
+        if len(kept) <= 2:  # noqa: PLR2004
+            found.append(Real(mask.axis, real.reshape(kept), dict(each.axes).get(0)))
+    for axis, index, dim in _given_lengths(spec, inputs, call):
+        lengths = torch.as_tensor(call.leaves[index]).detach()
+        holder, _ = _holder(inputs, axis)
+        positions = length_mask(lengths.reshape(-1), holder.shape[dim], side=spec.options["side"])
+        rows = dict(holder.axes).get(0) if lengths.dim() and dim else None
+        found.append(Real(axis, positions if lengths.dim() else positions[0], rows))
+    return [each for each in found if not bool(each.positions.all())]
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a mask without dims of 1 in front: (B, 1, 1, T) is (B, T)."""
+    return (*(size for size in shape[:-1] if size != 1), shape[-1])
+
+
+def _given_lengths(
+    spec: Spec, inputs: Iterable[Input], call: Call
+) -> Iterable[tuple[str, int, int]]:
+    """Yield each axis whose lengths the caller gives: their leaf, and the dim of the axis."""
+    names, _, treedefs, starts = call.signature
+    for name, start, treedef in zip(names, starts, treedefs, strict=False):
+        for axis, argument in spec.lengths.items():
+            given = None if treedef is not None or name != argument else call.leaves[start]
+            if isinstance(given, int) or (isinstance(given, torch.Tensor) and given.dim() <= 1):
+                yield axis, start, _holder(inputs, axis)[1]
+
+
+Count: TypeAlias = tuple[int, Callable[[torch.Tensor], torch.Tensor], float]
+"""Of ``Plan.counts``."""
+
+
+def counts_of(spec: Spec, inputs: Sequence[Input], call: Call) -> tuple[tuple[Count, ...], int]:
+    """Return by which leaves to count what is real, one for each axis, and for how many rows."""
+    found: dict[str, Count] = {}
+    rows = 1
+    for each in inputs:
+        mask = spec.masks.get(each.label)
+        count: int = math.prod(each.shape)
+        if mask is not None and count and len(_without_ones(each.shape)) <= 2:  # noqa: PLR2004
+            found[mask.axis] = (each.index, functools.partial(_sum_of_real, mask), 1 / count)
+            rows = count // math.prod(each.shape[dim] for dim, _ in each.axes)
+    for axis, index, dim in _given_lengths(spec, inputs, call):
+        holder, lengths = _holder(inputs, axis)[0], call.leaves[index]
+        if isinstance(lengths, torch.Tensor) and holder.shape[dim] and axis not in found:
+            count = lengths.numel()
+            found[axis] = (index, torch.sum, 1 / (count * holder.shape[dim]))
+            rows = count if 0 not in dict(holder.axes) else 1
+    return tuple(found.values()), rows
+
+
+def _sum_of_real(mask: Mask, given: torch.Tensor) -> torch.Tensor:
+    return mask.real(given).sum()
+
+
+def real_window(
+    told: Iterable[Real], sizes: Mapping[str, int], side: str
+) -> dict[str, tuple[int, int]]:
+    """Return where each axis begins and how long it is without what is padding in every row.
+
+    Only what is on one side is cut, and only axes that are shorter then are returned.
+    """
+    windows: dict[str, tuple[int, int]] = {}
+    for real in told:
+        by_axis = [(real.axis, real.positions.reshape(-1, real.positions.shape[-1]).any(0))]
+        if real.rows is not None and real.positions.dim() > 1:
+            by_axis.append((real.rows, real.positions.any(1)))
+        for axis, positions in by_axis:
+            there = positions.nonzero()
+            if not len(there):
+                continue  # nothing is real, so nothing can be left
+            first = 0 if side == "right" else int(there[0])
+            last = sizes[axis] if side == "left" else int(there[-1]) + 1
+            start, length = windows.get(axis, (first, last - first))
+            begin, end = min(start, first), max(start + length, last)
+            windows[axis] = (begin, end - begin)
+    return {axis: each for axis, each in windows.items() if each[1] < sizes[axis]}
 
 
 def counting(
@@ -210,6 +286,12 @@ def counting(
     sliced; ``narrows`` say what was taken of it, and ``sizes`` are not padded.
     """
     counts: torch.Tensor | None = None
+    for each in masks:
+        # A row that pads the batch: of a model's answer for nothing, such as NaN, all is arbitrary.
+        if each.positions.dim() > 1 and tensor.dim() and len(each.positions) == len(tensor):
+            rows = each.positions.any(1)
+            if not bool(rows.all()):
+                counts = rows.to(tensor.device).reshape(-1, *[1] * (tensor.dim() - 1))
     for dim, _, length in narrows:
         found = (_spread(m.positions, tensor, dim) for m in masks if sizes[m.axis] == length)
         # Of two axes of the same size either may be meant: what one of them calls real counts.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ import torch
 
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard._torch import warn_user
+from torchguard.bucketing.buckets import Buckets, buckets_by_axis
 from torchguard.bucketing.decorator.bucket import Call, Input
-from torchguard.bucketing.decorator.ladders import Ladder, ladders_of, read_buckets
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of
 
 if TYPE_CHECKING:
@@ -28,6 +30,43 @@ if TYPE_CHECKING:
 
 AxisSizes: TypeAlias = dict[str, int]
 """Size by axis."""
+
+
+class Ladder:
+    """The buckets of one axis. With ``growing`` a size above the largest adds one."""
+
+    def __init__(self, given: Buckets | None, *, growing: bool) -> None:
+        self.sizes = [] if given is None else list(given)
+        self._powers = given is None
+        self._growing = growing
+        self._lock = threading.Lock()
+
+    def bucket_for(self, size: int) -> int | None:
+        """Return the smallest bucket that holds a size, None if there is none.
+
+        Without buckets it is the next power of two, whatever there is; a bucket that grows is at
+        least twice the largest.
+        """
+        power = 1 << max(size - 1, 0).bit_length()
+        with self._lock:
+            place = bisect_left(self.sizes, size)
+            if self._powers:
+                found = power
+            elif place < len(self.sizes):
+                found = self.sizes[place]
+            elif self._growing:
+                found = max(power, 2 * self.sizes[-1])
+            else:
+                return None
+            if found not in self.sizes:
+                self.sizes = sorted([*self.sizes, found])
+        return found
+
+    def least(self, size: int) -> int:
+        """Return the smallest size that gets the same bucket."""
+        below = [each for each in self.sizes if each < size]
+        return max(below, default=0) + 1
+
 
 # difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
 _ALIKE = 0.8
@@ -42,7 +81,7 @@ class Spec:
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
     lengths: Mapping[str, str]  # the argument that takes the size of an axis, by axis
-    ladders: dict[str, Ladder]  # by axis; two may share one
+    ladders: dict[str, Ladder]  # by axis
     parameters: tuple[str, ...]  # what can be given by position
     required: frozenset[str]
     explicit: frozenset[str]
@@ -52,9 +91,12 @@ class Spec:
     def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
         """Match options with the arguments of a function."""
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
-        saved = None if options["plan"] is None else read_buckets(options["plan"])
+        if not axes:
+            raise ValueError("bucketed: dims names no axis to pad")
+        given: Mapping[str, Buckets | None] = dict.fromkeys(axes)
+        if options["buckets"] is not None:
+            given = buckets_by_axis(axes, options["buckets"], "bucketed")
         growing = options["overflow"] == "grow"
-        ladders = ladders_of(axes, options["buckets"], saved, growing=growing)
         function_name = getattr(function, "__qualname__", type(function).__name__) + "()"
         by_kind, required = _parameters(function)
         positional = [*by_kind["POSITIONAL_ONLY"], *by_kind["POSITIONAL_OR_KEYWORD"]][bound:]
@@ -83,7 +125,7 @@ class Spec:
             fill=dict(options["fill"] or {}),
             masks={mask.argument: mask for mask in masks_of(options["mask"], axes)},
             lengths=lengths_of(options["lengths"], axes),
-            ladders=ladders,
+            ladders={axis: Ladder(each, growing=growing) for axis, each in given.items()},
             parameters=tuple(positional),
             required=required,
             explicit=frozenset((*positional, *by_kind["KEYWORD_ONLY"])),
@@ -145,7 +187,7 @@ class Spec:
                 axes = _axes_of(value, spec, where)
                 if axes:
                     fill = mask.fill if fill is None and mask is not None else fill
-                    yield input_of(places[path], where, value, axes, fill)
+                    yield _input_of(places[path], where, value, axes, fill)
                 return
             parts = children(value)
             if parts is None:
@@ -183,7 +225,7 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
         else:
             in_order = (each for known in spec.dims for each in declared.get(known, ()))
             axes = mask_axes(in_order, spec.masks[name], argument)
-            tensors = [input_of(start, name, argument, axes, spec.masks[name].fill)]
+            tensors = [_input_of(start, name, argument, axes, spec.masks[name].fill)]
         for found in tensors:
             for dim, axis in found.axes:
                 size = found.shape[dim]
@@ -211,22 +253,19 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
 def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisSizes:
     """Return each axis' bucket; none if a size is above the largest and may run without."""
     found: AxisSizes = {}
-    # Two axes may share a ladder, which is asked once for both sizes.
-    for ladder in dict.fromkeys(spec.ladders.values()):
-        bucket = ladder.bucket_for(sizes)
+    for axis, size in sizes.items():
+        ladder = spec.ladders[axis]
+        bucket = ladder.bucket_for(size)
         if bucket is None and spec.options["overflow"] == "error":
-            label = next(
-                each.label for each in inputs if any(axis in ladder.axes for _, axis in each.axes)
-            )
+            label = next(e.label for e in inputs if any(axis == name for _, name in e.axes))
             raise ValueError(
-                f"bucketed: {ladder.too_large(sizes, label)}, or pass overflow='grow', 'eager' or "
-                "'dynamic'"
+                f"bucketed: axis {axis!r} is {size} in {label}, but the largest bucket is "
+                f"{ladder.sizes[-1]}: add a larger one, or pass overflow='grow' or 'eager'"
             )
         if bucket is None:
             return {}
-        found |= bucket
-    # In the order of the axes, by which buckets are compared and counted.
-    return {axis: found[axis] for axis in sizes}
+        found[axis] = bucket
+    return found
 
 
 def _name(axis: Any, where: str) -> str:
@@ -262,7 +301,7 @@ def _alike(name: str, other: str) -> bool:
     return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
-def input_of(
+def _input_of(
     index: int, label: str, tensor: torch.Tensor, axes: tuple[tuple[int, str], ...], fill: Any
 ) -> Input:
     """Describe a tensor."""

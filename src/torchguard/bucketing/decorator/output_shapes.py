@@ -2,15 +2,16 @@
 
 To size them the function runs once more on tensors without data whose sizes are symbols. What
 comes out says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing
-is ever read off a size that happens to equal a bucket.
+is ever read off a size that happens to equal a bucket. ``outputs=`` says it instead.
 
 Shapes: B batch, T the size of an axis.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
 from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
 from torchguard.bucketing.decorator.options import AxisSizes, Spec
-from torchguard.bucketing.decorator.slices import Narrow, Steps, declared_steps
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
 from torchguard.equivalence.outcome import Output
@@ -89,10 +89,23 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     return any(_holds_tensors(child, depth - 1) for child in inside)
 
 
+class Narrow(NamedTuple):
+    """The arguments of ``tensor.narrow``: the real part of one dim."""
+
+    dim: int
+    start: int
+    length: int
+
+    @classmethod
+    def of(cls, dim: int, length: int, padded: int, side: Side) -> Narrow:
+        """Return where ``length`` is real of a dim that is ``padded`` long."""
+        return cls(dim, 0 if side == "right" else padded - length, length)
+
+
 class Slices(NamedTuple):
     """What to take of an output, by index of its leaves."""
 
-    steps: tuple[tuple[int, Steps], ...] = ()
+    steps: tuple[tuple[int, tuple[Narrow, ...]], ...] = ()
     numbers: tuple[tuple[int, int, int], ...] = ()
     """Integers that are sizes: padded, and what they really are."""
 
@@ -125,9 +138,9 @@ def slice_output(plan: Plan, whole: Any) -> Any:
     return unflatten(leaves, whole)
 
 
-def _slice(tensor: torch.Tensor, steps: Steps) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, steps: tuple[Narrow, ...]) -> torch.Tensor:
     for step in steps:
-        tensor = tensor.narrow(*step) if isinstance(step, Narrow) else step.slice(tensor)
+        tensor = tensor.narrow(*step)
     return tensor
 
 
@@ -166,7 +179,7 @@ class OutputShapes(NamedTuple):
         plan: Plan,
         call: Call,
         masks: Sequence[Real],
-        narrows: dict[int, list[Narrow]],
+        narrows: dict[int, tuple[Narrow, ...]],
         whole: Any,
         *,
         padded: bool,
@@ -178,13 +191,12 @@ class OutputShapes(NamedTuple):
         if padded:
             kind = kind_of(whole)
             whole = self.slice(plan, call, whole)
-            for index, steps in plan.slices[kind].steps:
-                narrows[index] = [step for step in steps if isinstance(step, Narrow)]
+            narrows |= dict(plan.slices[kind].steps)
         output = FlatOutput.of(whole)
         found = [Output(leaf) for leaf in output.leaves]
-        for index, taken in narrows.items() if masks else ():
-            leaf = output.leaves[index]
-            if isinstance(leaf, torch.Tensor) and taken:
+        for index, leaf in enumerate(output.leaves) if masks else ():
+            if isinstance(leaf, torch.Tensor):
+                taken = narrows.get(index, ())
                 found[index] = Output(leaf, counting(masks, plan.sizes, leaf, taken))
         return output, found
 
@@ -195,10 +207,10 @@ class OutputShapes(NamedTuple):
             for leaf in output.leaves
         ):
             return Slices()
-        side = self.spec.options["side"]
+        side = plan.side
         declared = self.spec.options["outputs"]
         if declared is not None:
-            return Slices(declared_steps(declared, output, plan.sizes, plan.buckets, side))
+            return Slices(_declared_steps(declared, output, plan.sizes, plan.buckets, side))
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
             slices = self._derived(plan, call, output)
@@ -238,7 +250,7 @@ class OutputShapes(NamedTuple):
                 return None
         if any(isinstance(each, tuple) and min(each, default=0) < 0 for each in real):
             return None
-        return _slices_to(output.leaves, padded, real, self.spec.options["side"])
+        return _slices_to(output.leaves, padded, real, plan.side)
 
     def _formula(self, plan: Plan, call: Call, output: FlatOutput) -> ShapeFormula | None:
         """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
@@ -353,3 +365,74 @@ def _slices_to(
         elif type(leaf) is int and isinstance(sizes, int) and sizes != padded[index]:
             numbers.append((index, padded[index], sizes))
     return Slices(tuple(steps), tuple(numbers))
+
+
+# ---- what outputs= says ----
+
+
+def _declared_steps(
+    declared: Any, output: FlatOutput, sizes: AxisSizes, buckets: AxisSizes, side: Side
+) -> tuple[tuple[int, tuple[Narrow, ...]], ...]:
+    """Return how ``outputs=`` says to slice each leaf, by its index."""
+    found: list[tuple[int, tuple[Narrow, ...]]] = []
+    for index, (leaf, path) in enumerate(zip(output.leaves, output.paths, strict=True)):
+        spec = _declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
+        if spec is None:
+            continue
+        label = output.label(index)
+        steps: list[Narrow] = []
+        # A dict may name few dims of many, a tuple names each in its place.
+        for dim, size in spec.items() if isinstance(spec, Mapping) else enumerate(spec):
+            if size is None:
+                continue
+            if type(dim) is not int or not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"bucketed: outputs names dimension {dim!r} of {label}, which has shape "
+                    f"{tuple(leaf.shape)}"
+                )
+            what = f"dimension {dim} of {label}"
+            padded, real = (_evaluated(size, each, what) for each in (buckets, sizes))
+            if padded != leaf.shape[dim]:
+                raise ValueError(
+                    f"bucketed: outputs says that {what} is {padded} for {_listed(buckets)}, but "
+                    f"it is {leaf.shape[dim]}"
+                )
+            if not 0 <= real <= padded:
+                raise ValueError(
+                    f"bucketed: outputs gives {real} for {what} at {_listed(sizes)}, expected 0 to "
+                    f"{padded}"
+                )
+            if real != padded:
+                steps.append(Narrow.of(dim % leaf.dim(), real, padded, side))
+        if steps:
+            found.append((index, tuple(steps)))
+    return tuple(found)
+
+
+def _declared_at(declared: Any, path: KeyPath) -> Any:
+    """Return what is declared for one leaf of an output, None if nothing is."""
+    for key in path:
+        if isinstance(declared, Mapping):
+            declared = declared.get(key)
+        elif isinstance(declared, (tuple, list)) and isinstance(key, int) and key < len(declared):
+            declared = declared[key]
+        else:
+            return None
+    return declared
+
+
+def _evaluated(size: Any, sizes: AxisSizes, what: str) -> int:
+    if isinstance(size, str) and size in sizes:
+        return sizes[size]
+    if callable(size):
+        wanted = inspect.signature(size).parameters
+        if all(name in sizes for name in wanted):
+            return int(size(**{name: sizes[name] for name in wanted}))
+    raise TypeError(
+        f"bucketed: outputs has {size!r} for {what}, expected one of {', '.join(sizes)}, or a "
+        f"function of them, such as lambda {next(iter(sizes))}: {next(iter(sizes))} // 2"
+    )
+
+
+def _listed(sizes: AxisSizes) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())

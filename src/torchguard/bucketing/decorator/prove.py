@@ -1,95 +1,103 @@
 """Check one call: the padded answer has to be the real one.
 
 What is to be shown: the real part of the output, the gradients and the buffers do not depend on
-how much padding there is, nor on what it holds; or they rely on 0 in it, and 0 is neutral.
+how much padding there is, nor on what it holds. A call may arrive with padding, which its mask or
+its lengths tell: that is cut, and compared with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
-from torchguard.bucketing.decorator.bucket import Call, Input, Known, Plan, given_by
-from torchguard.bucketing.decorator.explain import Case, FirstDifference, Leak, leak_of
-from torchguard.bucketing.decorator.masking import Real, given_masks, make_extras, real_extras
-from torchguard.bucketing.decorator.other_data import (
-    COMPARING,
-    STEPS,
-    battery,
-    may_be_probabilities,
-    note_compared,
-    shortened,
+from torchguard._torch import warn_user
+from torchguard.bucketing.decorator.bucket import Call, Case, Input, Plan, sizes_of
+from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of, typed
+from torchguard.bucketing.decorator.masking import (
+    Real,
+    make_extras,
+    real_by_caller,
+    real_extras,
+    real_window,
 )
+from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
-from torchguard.equivalence.collective import largest_of_all_ranks
-from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.compare import PADDING, judge
 from torchguard.equivalence.isolate import isolated, run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome
-from torchguard.equivalence.perturb import perturbed
 from torchguard.errors import PaddingLeakError
 
 Fills = dict[int, Any]
-"""What padding holds, by index of the leaf."""
-
-_TURNS = 4
-"""How often a leak has to be seen. A discontinuous function that is right may look like one."""
-
-_ROUNDING = 1 / 16
-"""Above this share of what is allowed, a difference may be the beginning of a leak."""
+"""What padding holds in place of what is declared, by index of the leaf."""
 
 
-class _First(NamedTuple):
-    """What the runs of the call itself have found, before anything is confirmed."""
-
-    leak: Leak | None = None
-    dependence: Leak | None = None
-    """How the answer depends on what the padding holds."""
-    suspicious: bool = False
-    """Whether there is a difference that more padding might make larger."""
-    operators: frozenset[str] = frozenset()
-
-
-def check_padding(
-    shapes: OutputShapes, plan: Plan, call: Call, known: Known, *, anew: bool
-) -> None:
+def check_padding(shapes: OutputShapes, plan: Plan, call: Call, *, anew: bool) -> bool:
     """Raise unless padding leaves the answer, the gradients and the buffers as they are.
 
-    All ranks of a group make the same runs: what decides about the next ones is agreed on. Compiled
-    functions inside have to run eagerly: the caller says so, with ``uncompiled()``.
+    Returns whether there was any padding. Compiled functions inside have to run eagerly: the
+    caller says so, with ``uncompiled()``.
     """
+    case = _real_part(shapes.spec, plan, call)
+    if not case.plan.pads or not all(case.plan.sizes.values()):
+        return False  # an empty input has no real part that a run without padding could compute
     # Meta and fake tensors have no numbers to compare, and prove nothing.
-    if any(call.leaves[each.index].untyped_storage().device.type == "meta" for each in plan.inputs):
-        return
-    checker = _Checker(shapes, plan, call, () if anew else known.neutral)
-    case = Case(plan, call)
-    first, failure = _First(), None
-    try:
-        first = checker.first(case)
-    except Exception as error:  # noqa: BLE001 - it has to wait for the other ranks
-        failure = error
-    found = (first.leak is not None, first.dependence is not None, first.suspicious)
-    leaks, depends, suspicious, failed = checker.agreed(*found, failure is not None)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise checker.elsewhere()
-    if leaks:
-        checker.confirm(case, first.leak)
-    # Other data is tried once for all buckets: it is the function that is in question, not a size.
-    if depends or anew or not known.tried:
-        if checker.try_other_data(case, first, depends=depends):
-            known.tried = True
-        if depends:
-            known.neutral = known.neutral.union(checker.relying(case))
-    if suspicious:
-        plan = checker.with_more_padding(case)
-    plan.bucket.add_proof(plan)
+    if not any(call.leaves[i.index].untyped_storage().device.type == "meta" for i in plan.inputs):
+        try:
+            _Checker(shapes, plan, case).check()
+        except PaddingLeakError:
+            raise
+        except Exception as error:
+            if plan.pads or anew:
+                raise
+            # Each call comes at a bucket's size, and the function may take no other.
+            warn_user(
+                f"bucketed: the padding of {shapes.name} can't be checked, because a call that "
+                f"has arrived padded ({sizes_of(case.plan)}) does not run without it: "
+                f"{type(error).__name__}: {error}. check_padding='never' says that it is right"
+            )
+        else:
+            plan.bucket.add_proof(case.plan)
+    return True
+
+
+def _real_part(spec: Spec, plan: Plan, call: Call) -> Case:
+    """Cut off what is padding already, in every row, by the masks and lengths of the caller."""
+    told = real_by_caller(spec, plan.inputs, call) if plan.counts else ()
+    # What is padded here as well is on the side that was asked for.
+    sides = (plan.side,) if plan.pads else (plan.side, "left" if plan.side == "right" else "right")
+    found = (real_window(told, plan.sizes, side) for side in sides if told)
+    windows: dict[str, tuple[int, int]] = next(filter(None, found), {})
+    if not windows:
+        return Case(plan, call, {})
+    cut: dict[int, Any] = {}
+    inputs = []
+    for each in plan.inputs:
+        leaf = call.leaves[each.index].detach()
+        for dim, axis in each.axes:
+            leaf = leaf.narrow(dim, *windows.get(axis, (0, leaf.shape[dim])))
+        cut[each.index] = leaf.contiguous().requires_grad_(each.requires_grad)
+        inputs.append(replace(each, shape=tuple(leaf.shape)))
+    shorter = call.with_leaves(cut)
+    sizes = {axis: windows.get(axis, (0, size))[1] for axis, size in plan.sizes.items()}
+    padded = plan.pad(call.leaves)
+    return Case(
+        replace(
+            plan,
+            inputs=tuple(inputs),
+            sizes=sizes,
+            side="left" if any(start for start, _ in windows.values()) else "right",
+            extras=make_extras(spec, shorter, inputs, sizes, plan.buckets),
+            slices={},
+        ),
+        shorter,
+        {each.index: padded[each.index].detach() for each in inputs},
+    )
 
 
 def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
@@ -102,7 +110,8 @@ def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
     if tensor.dtype.is_floating_point:
         finite = tensor.detach()[tensor.detach().isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 1.0
-        if not tensor.is_cpu and may_be_probabilities(tensor):
+        # Kernels of an accelerator assert 0 <= p <= 1, and another value would end the process.
+        if not tensor.is_cpu and bool(((tensor >= 0) & (tensor <= 1)).all()):
             return 1.0 if largest else None
         value = 1.0 + 2.0 * scale
         if value >= torch.finfo(tensor.dtype).max:
@@ -116,214 +125,96 @@ def _other_fill(tensor: torch.Tensor, *, largest: bool) -> Any:
 
 
 class _Checker:
-    """Makes the runs of one check; ``neutral`` are the inputs that 0 is known to be neutral for."""
+    """Makes the runs of one check."""
 
-    def __init__(
-        self, shapes: OutputShapes, plan: Plan, call: Call, neutral: Container[str]
-    ) -> None:
-        padded = dict(plan.pads)
-        self._inputs = [
-            each
-            for each in plan.inputs
-            if each.fill is None and each.index in padded and each.label not in neutral
-        ]
-        """The inputs whose padding gets other values."""
-        self._shapes = shapes
-        self._spec = shapes.spec
-        self._group = shapes.spec.options["group"]
-        self._modules = call.modules(shapes.function)
+    def __init__(self, shapes: OutputShapes, plan: Plan, case: Case) -> None:
+        self._shapes, self._spec = shapes, shapes.spec
+        self._plan, self._case = plan, case
+        self._pads = dict(case.plan.pads)
+        self._modules = case.call.modules(shapes.function)
         # ``self`` may be a dataclass of tensors.
-        owned = key_paths(flatten(call.owner)[1]) if call.owner else []
-        labels = [*call.labels(), *(keystr("self", path[1:], call.owner[0]) for path in owned)]
+        owner = case.call.owner
+        owned = key_paths(flatten(owner)[1]) if owner else []
+        labels = [*case.call.labels(), *(keystr("self", path[1:], owner[0]) for path in owned)]
         self._names = dict(enumerate(labels))
-        # With a mask of the caller the padded run is first: slicing it shows which elements count.
-        masked = any(each.label in self._spec.masks for each in plan.inputs)
-        self._pair_of_runs: list[Fills | None] = [{}, None] if masked else [None, {}]
-        """The runs without padding and padded, as :meth:`_runs` takes them."""
-        self._compared: set[int] = set()
-        """The integers that the function compares its integers with."""
+        self._told: list[Real] = []
+        if self._spec.masks or self._spec.lengths:
+            self._told = real_by_caller(self._spec, case.plan.inputs, case.call)
 
-    def agreed(self, *found: bool) -> list[bool]:
-        """Return what any rank has found."""
-        if self._group is None:
-            return list(found)
-        return [bool(each) for each in largest_of_all_ranks(self._group, [*map(int, found)])]
-
-    def elsewhere(self) -> RuntimeError:
-        """Return the error for what another rank has found."""
-        return RuntimeError(
-            f"bucketed: the check of {self._shapes.name} has failed on another rank; its own error "
-            "says why"
-        )
-
-    # ---- what is tried ----
-
-    def first(self, case: Case) -> _First:
-        """Run the call without padding, padded, and padded with other values, above and below."""
-        variants = self._other_fills(case, self._inputs)
-        runs = self._runs(case, [*self._pair_of_runs, *variants])
-        without, padded = self._both(runs)
-        verdict, leak = self._compare(case, without, padded, {})
-        suspicious = not verdict.equal or verdict.strain > _ROUNDING
-        del without  # a run may hold a gradient of every weight
-        dependence = None
+    def check(self) -> None:
+        """Run the call without padding, padded, and padded with other values."""
+        variants = self._other_fills()
+        # The padded run is first if a mask is given: slicing it shows which elements count.
+        both: list[Fills | None] = [{}, None] if self._told or self._case.content else [None, {}]
+        runs = self._runs([*both, *variants])
+        found = {fills is None: next(runs) for fills in both}
+        padded = found[False]
+        self._compare(found[True], padded, {})
+        del found  # a run may hold a gradient of every weight
         for fills in variants:
-            other = next(runs)
-            verdict, found = self._compare(case, padded, other, fills)
-            dependence = dependence or found
-            suspicious |= not verdict.equal or verdict.strain > 0
-            del other
-        return _First(leak, dependence, suspicious, padded.operators)
+            self._compare(padded, next(runs), fills)
 
-    def try_other_data(self, case: Case, first: _First, *, depends: bool) -> bool:
-        """Try whether 0 in the padding is neutral for other data; return whether any was tried."""
-        tried = False
-        names = {name.rpartition("::")[2].rstrip("_") for name in first.operators}
-        steps, compares = self.agreed(bool(STEPS & names), bool(self._compared))
-        # A copy: the runs go on noting what they compare.
-        compared = set(self._compared) if compares else None
-        masked = bool(self._spec.masks)
-        labels = tuple(each.label for each in self._inputs)
-        for data in battery(depends=depends, steps=steps, masked=masked, compared=compared):
-            other = data.made(self._inputs, case.call)
-            if other is not None or self._group is not None:  # all ranks make as many runs
-                tried |= self._try(Case(case.plan, other or case.call, data.description, labels))
-        (tried,) = self.agreed(tried)
-        if depends and not tried:
-            if first.dependence is None:
-                raise self.elsewhere()
-            raise self.explained(case, first.dependence)
-        return tried
-
-    def _try(self, case: Case) -> bool:
-        """Compare one more call with and without padding; return whether it could be run."""
-        leak, ran_through = None, True
-        try:
-            leak, _ = self._pair(case, 0)
-        except Exception:  # noqa: BLE001 - the function does not take such data
-            ran_through = False
-        if any(self.agreed(leak is not None)):
-            self.confirm(case, leak)
-        return ran_through
-
-    def relying(self, case: Case) -> list[str]:
-        """Return the labels of the inputs whose padding the answer depends on."""
-        labels = [each.label for each in self._inputs]
-        # Each rank might find other inputs, and would make another number of runs.
-        if self._group is not None or len(labels) == 1:
-            return labels
-        found = []
-        for each in self._inputs:
-            variants = self._other_fills(case, [each])
-            runs = self._runs(case, [{}, *variants])
-            padded = next(runs)
-            if any(not judge(padded, next(runs), PADDING).equal for _ in variants):
-                found.append(each.label)
-        return found or labels
-
-    def with_more_padding(self, case: Case) -> Plan:
-        """Compare with the inputs cut short; return the plan that says how short."""
-        shorter = shortened(self._spec, case.plan, case.call)
-        if shorter is None and self._group is None:
-            return case.plan
-        # Another rank may be able to.
-        plan, call = shorter or (case.plan, case.call)
-        return plan if self._try(Case(plan, call, short=True)) else case.plan
-
-    def confirm(self, case: Case, leak: Leak | None) -> None:
-        """Raise a leak if it is there with perturbed weights as well.
-
-        All ranks take as many turns as the one that takes most.
-        """
-        found = leak is not None
-        for turn in range(1, _TURNS):
-            with contextlib.suppress(Exception):  # a turn that can't be taken excuses nothing
-                error, is_new = self._pair(case, turn)
-                # Equal runs of the same numbers as in the first turn excuse nothing either.
-                found &= error is not None or not is_new
-            if not any(self.agreed(found)):
-                return
-        if leak is not None and found:
-            raise self.explained(case, leak)
-        raise self.elsewhere()
-
-    # ---- the runs ----
-
-    def _pair(self, case: Case, turn: int) -> tuple[Leak | None, bool]:
-        """Run without padding and padded; from the second turn on with perturbed weights."""
-        is_new = turn == 0
-        with contextlib.ExitStack() as scope:
-            if turn > 0:
-                # A discontinuous function, such as argmax, does not differ again: see perturb.py.
-                call, is_new = case.call.perturbed(turn)
-                case = replace(case, call=call)
-                held = (p for module in self._modules for p in module.parameters(recurse=False))
-                (without,) = self._runs(case, [None])
-                is_new |= scope.enter_context(perturbed([*held, *without.parameters], turn))
-            without, padded = self._both(self._runs(case, self._pair_of_runs))
-        _, leak = self._compare(case, without, padded, {})
-        return leak, is_new
-
-    def _compare(
-        self, case: Case, expected: Outcome, got: Outcome, fills: Fills
-    ) -> tuple[Verdict, Leak | None]:
+    def _compare(self, expected: Outcome, got: Outcome, fills: Fills) -> None:
         verdict = judge(expected, got, PADDING)
         if verdict.equal:
-            return verdict, None
-        return verdict, leak_of(self._shapes, case, verdict, expected, got, fills)
+            return
+        text = leak_of(self._shapes, self._case, verdict, expected, got, fills)
+        watch = FirstDifference(self._case.plan)
+        if got.error is None:
+            with contextlib.suppress(Exception):  # the second time it may raise something
+                for _ in self._runs([{}, fills] if fills else [None, {}], watch):
+                    pass
+        said = advice(self._shapes, self._case, fills)
+        raise PaddingLeakError(f"bucketed: {text}{watch.found}{said}{self._spec.unread()}")
 
-    def _other_fills(self, case: Case, inputs: Sequence[Input]) -> list[Fills]:
-        """Return what else to put into the padding of these inputs: above all data, and below."""
+    def _other_fills(self) -> list[Fills]:
+        """Return what else to put into the padding: above all data, and below."""
+        given, inputs = self._case.call.leaves, list(self._inputs())
         above, below = (
             {
                 each.index: fill
                 for each in inputs
-                if (fill := _other_fill(case.call.leaves[each.index], largest=largest)) is not None
+                if (fill := _other_fill(given[each.index], largest=largest)) is not None
             }
             for largest in (True, False)
         )
-        if self._group is not None:
-            return [above, below]  # every rank makes as many runs
         return [fills for fills in ([above] if above == below else [above, below]) if fills]
 
-    def _both(self, runs: Iterator[Outcome]) -> tuple[Outcome, Outcome]:
-        """Return the next two runs, the one without padding first."""
-        one, two = next(runs), next(runs)
-        return (one, two) if self._pair_of_runs[0] is None else (two, one)
+    def _inputs(self) -> Iterator[Input]:
+        """Yield the inputs whose padding gets other values: no fill is declared, nor has one come.
+
+        What a call has arrived with, other than 0, was put there on purpose: -100 into labels.
+        """
+        for each in self._case.plan.inputs:
+            if each.fill is None and each.index in self._pads:
+                content = self._case.content.get(each.index)
+                if content is None or not bool(content[~self._case.region(each.index)].any()):
+                    yield each
 
     def _runs(
-        self,
-        case: Case,
-        variants: Iterable[Fills | None],
-        watch: FirstDifference | None = None,
+        self, variants: Iterable[Fills | None], watch: FirstDifference | None = None
     ) -> Iterator[Outcome]:
         """Run the function once for each variant, when the next one is asked for.
 
         A variant says what the padding holds in place of what is declared, and is None for a run
-        without padding. Where it holds something else, what the function raises is in the outcome.
+        without padding. If it holds something else, what the function raises is in the outcome.
         """
-        plan, call, shapes = case.plan, case.call, self._shapes
-        masks: list[Real] = []
-        if self._spec.masks:
-            masks = given_masks(self._spec.masks, plan.inputs, call.leaves)
-        read = functools.partial(shapes.real_output, plan, call, masks, {})
-        # Of other data only the padding is in question. Some functions do something else with a
-        # mask, even one in which all is real, than without: for transformers position_ids
-        # without a mask that do not count up are several packed sequences.
+        plan, call, shapes = self._case.plan, self._case.call, self._shapes
+        read = functools.partial(shapes.real_output, plan, call, self._told, {})
+        # Two runs can't be compared operator by operator if one of them has no mask.
         real: dict[str, torch.Tensor] = {}
         if plan.extras:
-            # Nor could two runs be compared operator by operator.
-            with_masks = bool(case.changed) or watch is not None
-            real = real_extras(self._spec, plan, with_masks=with_masks)
+            real = real_extras(self._spec, plan, with_masks=watch is not None)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
         # to them are seen. A fill may be a function of the user's, and draw random numbers.
-        with isolated():
+        draws = any(callable(each.fill) for each in plan.inputs)
+        with isolated() if draws else contextlib.nullcontext():
             bound = [
-                (fills, given_by(plan, call, real if fills is None else plan.extras, fills))
+                (fills, self._case.given(real if fills is None else self._plan.extras, fills))
                 for fills in variants
             ]
-        observers = dict.fromkeys(COMPARING, functools.partial(note_compared, self._compared))
+        lost = {index for index, _ in self._plan.pads}
         while bound:
             fills, given = bound.pop(0)
             try:
@@ -333,59 +224,57 @@ class _Checker:
                     read=functools.partial(read, padded=fills is not None),
                     names=self._names,
                     modules=self._modules,
-                    observers=observers,
                     held=lambda: reachable_tensors(shapes.function, (*call.owner, *call.arguments)),
                 )
-                lost = [each.label for each in plan.inputs if each.index in outcome.mutated]
-                if lost:
-                    raise ValueError(  # noqa: TRY301
-                        f"bucketed: the function writes to its input {lost[0]}; what it gets is a "
-                        "padded copy, so the write would be lost: return the new value instead"
-                    )
             except Exception as error:
+                forgotten = None if fills is None else self._forgotten(error)
+                if not fills and forgotten is not None:
+                    raise forgotten from error
                 if not fills:
                     raise
                 outcome = Outcome(error=error)
+            written = [e.label for e in plan.inputs if e.index in outcome.mutated & lost]
+            if written:
+                raise ValueError(
+                    f"bucketed: the function writes to its input {written[0]}; what it gets is a "
+                    "padded copy, so the write would be lost: return the new value instead"
+                )
             del given
             yield outcome
             del outcome
 
-    def explained(self, case: Case, leak: Leak) -> PaddingLeakError:
-        """Return the error, with the first operator that differs, or an inverted mask."""
-        if self._group is not None:
-            return leak.error()  # the runs of one rank only would wait for the others
-        with contextlib.suppress(Exception):
-            inverted = self._inverted(case)
-            if inverted:
-                return PaddingLeakError(f"{leak.text}{inverted}")
-            watch = FirstDifference(case.plan)
-            for _ in self._runs(case, [{}, leak.fills] if leak.fills else [None, {}], watch):
-                pass
-            return leak.error(watch.found)
-        return leak.error()
-
-    def _inverted(self, case: Case) -> str:
-        """Say which mask is right the other way round; empty where none is."""
-        plan = case.plan
-        swapped: dict[str, Any] = {"real": "padding", "padding": "real"}
-        given = {*plan.extras, *(each.label for each in plan.inputs)}
-        for name, own in self._spec.masks.items():
-            if name not in given or own.kind not in swapped:
-                continue
-            mask = replace(own, kind=swapped[own.kind])
-            spec = replace(self._spec, masks={**self._spec.masks, name: mask})
-            inputs = tuple(
-                replace(e, fill=mask.fill) if e.label == name else e for e in plan.inputs
-            )
-            extras = make_extras(spec, case.call, inputs, plan.sizes, plan.buckets)
-            again = replace(plan, inputs=inputs, extras=extras, slices={})
-            checker = _Checker(self._shapes._replace(spec=spec), again, case.call, ())
-            with contextlib.suppress(Exception):
-                found = checker.first(replace(case, plan=again))
-                if found.leak is None and found.dependence is None:
-                    means = "padding" if mask.kind == "padding" else "real data"
-                    return (
-                        f". With {name} the other way round nothing differs: does True "
-                        f"mean {means} there? mask={{{name!r}: {mask.kind!r}}}"
-                    )
-        return ""
+    def _forgotten(self, error: Exception) -> ValueError | None:
+        """Return an error that names what ``dims`` may lack: as long as what was padded."""
+        plan, call = self._plan, self._case.call
+        if isinstance(error, (torch.OutOfMemoryError, PaddingLeakError)) or not plan.pads:
+            return None
+        named = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
+        padded = {
+            size: axis for axis, size in plan.sizes.items() if plan.buckets.get(axis, size) != size
+        }
+        suspects = [
+            (index, dim, padded[size])
+            for index, leaf in enumerate(call.leaves)
+            if isinstance(leaf, torch.Tensor)
+            for dim, size in enumerate(leaf.shape)
+            if size in padded and (index, dim) not in named
+        ]
+        # Rather in the dim in which dims names the axis: labels beside ids.
+        usual = {place for each in plan.inputs for place in each.axes}
+        in_place = [each for each in suspects if each[1:] in usual]
+        entries: dict[int, dict[int, str]] = {}
+        for index, dim, axis in in_place or suspects:
+            entries.setdefault(index, {})[dim] = axis
+        if not entries:
+            return None
+        labels = call.labels()
+        shown = ", ".join(f"{labels[i]} of shape {tuple(call.leaves[i].shape)}" for i in entries)
+        text = (
+            f"bucketed: {self._shapes.name} fails once it is padded, {sizes_of(plan)} "
+            f"({type(error).__name__}: {error}). {shown} is as long, and not padded: name it in "
+            f"dims, {{..., {typed(call, entries)[1:]}"
+        )
+        losses = {i: -100 for i in entries if "label" in labels[i] or "target" in labels[i]}
+        if losses:
+            text += f", and say in fill what a loss ignores: {typed(call, losses)}"
+        return ValueError(text)

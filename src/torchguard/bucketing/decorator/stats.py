@@ -24,21 +24,20 @@ class BucketedStats:
     overflowed: int
     """Calls above the largest bucket, which ran without padding."""
     waste: float
-    """What padding added, as a share of the real sizes: 0.08 is 8 %."""
+    """What is padding, as a share of what is real: 0.08 is 8 %. Real is what the caller's mask or
+    lengths call real; without them, the sizes of the call."""
     compile_seconds: float
     """Seconds of each graph's first call, and of its first backward in ``warmup``."""
     graphs: int
     """Graphs compiled, recompilations included."""
     axes: tuple[str, ...]
-    relies_on_fill_0: tuple[str, ...] = ()
-    """Inputs whose padding is read, and 0 in it was shown to be neutral, though not declared."""
     compiled: bool = True
     """Whether anything compiles: ``compile=`` was given, or what ``torch.compile`` made."""
     proven: tuple[tuple[int, ...], ...] = ()
     """The buckets whose padding is proven, by a call or by ``warmup``."""
     seen: dict[Any, int] = field(default_factory=dict)
     """How often each size was called, as ``Buckets.fit`` takes it; with several axes each tuple of
-    sizes, which ``Buckets.fit_pairs`` takes."""
+    sizes."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -46,7 +45,6 @@ class BucketedStats:
             **vars(self),
             "hits": {"x".join(map(str, sizes)): count for sizes, count in self.hits.items()},
             "axes": list(self.axes),
-            "relies_on_fill_0": list(self.relies_on_fill_0),
             "proven": [list(sizes) for sizes in self.proven],
             "seen": [[size, count] for size, count in sorted(self.seen.items())],
         }
@@ -68,8 +66,6 @@ class BucketedStats:
         if self.proven:
             shown = ", ".join("x".join(map(str, sizes)) for sizes in self.proven)
             lines.append(f"padding is proven for {shown}")
-        if self.relies_on_fill_0:
-            lines.append(f"relies on fill 0 in the padding of {', '.join(self.relies_on_fill_0)}")
         return "\n".join(lines)
 
 
@@ -81,12 +77,14 @@ def stats_of(caller: Caller) -> BucketedStats:
         graphs = {id(each): each for b in buckets.values() for each in list(b.graphs.values())}
     # Under the empty key are the calls that no bucket held.
     above = buckets.pop((), Bucket())
-    real = sum(each.real for each in buckets.values())
+    real = sum(
+        each.real + (0.0 if each.on_device is None else float(each.on_device))
+        for each in buckets.values()
+    )
     padded = sum(each.padded for each in buckets.values())
     seen: dict[Any, int] = dict(caller.seen())
     if len(caller.spec.ladders) == 1:
         seen = {size: count for (size,), count in seen.items()}
-    neutral = [label for each in list(caller.known.values()) for label in sorted(each.neutral)]
     return BucketedStats(
         name=caller.name,
         calls=above.calls + sum(each.calls for each in buckets.values()),
@@ -96,8 +94,7 @@ def stats_of(caller: Caller) -> BucketedStats:
         compile_seconds=sum(each.seconds for each in graphs.values()),
         graphs=sum(graphs_of(each) for each in graphs.values()),
         axes=tuple(caller.spec.ladders),
-        relies_on_fill_0=tuple(dict.fromkeys(neutral)),
-        compiled=caller.compilers.static is not None,
+        compiled=caller.compiler is not None,
         proven=tuple(sorted(sizes for sizes, each in buckets.items() if each.proven)),
         seen=seen,
     )

@@ -19,9 +19,10 @@ from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import alone
+from torchguard.bucketing.decorator.masking import Real, real_by_caller
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
-from torchguard.bucketing.decorator.other_data import may_be_sizes, resized
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
+from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import (
     buffers_restored,
     module_state_restored,
@@ -54,7 +55,7 @@ def warm_up(
 ) -> WarmupReport:
     """Prove and compile every combination of buckets for an example like this one, and time it."""
     spec = caller.spec
-    if caller.compilers.static is None and spec.options["compile"] is None:
+    if caller.compiler is None and spec.options["compile"] is None:
         warn_user(
             f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
             "compile=True to bucketed"
@@ -124,13 +125,11 @@ def _prove(
     left to a call that has it. A function that takes no input so short is checked with longer
     ones, which show less. A leak is a warning: calls that need no padding, or less, go on.
     """
-    shortest: AxisSizes = {}
-    for axis in buckets:
-        shortest[axis] = caller.spec.ladders[axis].least(axis, {**buckets, **shortest})
-    least = {axis: min(max(shortest[axis], 2), size) for axis, size in buckets.items()}
-    middle = {axis: (shortest[axis] + size) // 2 for axis, size in buckets.items()}
-    candidates = [least, middle, own]
-    if may_be_sizes(call, inputs, [each.index for each in inputs], min(least.values())):
+    least = {axis: caller.spec.ladders[axis].least(size) for axis, size in buckets.items()}
+    short = {axis: min(max(least[axis], 2), size) for axis, size in buckets.items()}
+    middle = {axis: (least[axis] + size) // 2 for axis, size in buckets.items()}
+    candidates = [short, middle, own]
+    if _may_be_sizes(call, inputs, min(short.values())):
         candidates = [own]  # half of some offsets are none
     for sizes in [each for each in candidates if each != buckets]:
         try:
@@ -144,29 +143,79 @@ def _prove(
                 raise
     else:
         return
-    if shortest != least:
+    if least != short:
         with contextlib.suppress(Exception):
-            _complete(caller, *_resized(caller, call, inputs, shortest), buckets)
+            _complete(caller, *_resized(caller, call, inputs, least), buckets)
 
 
 def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> bool:
     """Prove a bucket with this call; return whether it is one of the bucket."""
     if plan.buckets != buckets:
-        return False  # of two axes that share their buckets, a cheaper one holds both
-    with caller.explained(plan, call):
-        caller.prove(plan, call)
-        if plan.pads and not plan.slices:
-            # With check_padding="never" nothing has run yet that says what an output is like.
-            args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
-            caller.learn(plan, caller.first_run(plan)(*args, **kwargs), call)
+        return False
+    caller.prove(plan, call)
+    if plan.pads and not plan.slices:
+        # With check_padding="never" nothing has run yet that says what an output is like.
+        args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
+        caller.learn(plan, caller.first_run(plan)(*args, **kwargs), call)
     return True
+
+
+# ---- the example at other sizes ----
+
+
+def _may_be_sizes(call: Call, inputs: Sequence[Input], length: int) -> bool:
+    """Whether an index could lie behind the end now: on an accelerator that ends the process."""
+    # Offsets, such as cu_seqlens, point into what was cut, and half of them are no packed batch.
+    offsets = [each for each in inputs if each.fill == "repeat-last"]
+    if any(not call.leaves[each.index].is_floating_point() for each in offsets):
+        return True
+    cut = {each.index for each in inputs}
+    return any(
+        isinstance(value, torch.Tensor)
+        and index not in cut
+        and not (value.is_floating_point() or value.is_complex())
+        and value.device.type not in {"cpu", "meta"}
+        and bool((value >= length).any())
+        for index, value in enumerate(call.leaves)
+    )
+
+
+def _cut_or_padded(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisSizes) -> Call:
+    """Return a call with its inputs cut or padded to these sizes.
+
+    They are cut where the caller's own mask calls something real, in every sequence.
+    """
+    told = real_by_caller(spec, inputs, call)
+    side = spec.options["side"]
+    new: dict[int, Any] = {}
+    for each in inputs:
+        sized, fill = call.leaves[each.index].detach(), 0 if each.fill is None else each.fill
+        for dim, axis in each.axes:
+            size, length = sizes[axis], sized.shape[dim]
+            if size < length:
+                start = _real_start(told, axis, length, size, side)
+                # Copied: a graph is compiled for strides too, and a call's are not those of a part.
+                sized = sized.narrow(dim, start, size).clone()
+            sized = pad_to_bucket(sized, dim, size, value=fill, side=side).tensor
+        new[each.index] = sized.requires_grad_(each.requires_grad)
+    return call.with_leaves(new)
+
+
+def _real_start(told: Sequence[Real], axis: str, size: int, length: int, side: str) -> int:
+    """Return where a part begins in which every sequence has something real, 0 if none does."""
+    own = [each.positions for each in told if each.axis == axis]
+    starts = (0, size - length) if side == "right" else (size - length, 0)
+    for start in starts:
+        if all(bool(each[..., start : start + length].any(-1).all()) for each in own):
+            return start
+    return 0
 
 
 def _resized(
     caller: Caller, call: Call, inputs: Sequence[Input], sizes: AxisSizes
 ) -> tuple[Plan, Call]:
     """Return the example cut or padded to these sizes, and its plan."""
-    sized = resized(caller.spec, inputs, call, sizes)
+    sized = _cut_or_padded(caller.spec, inputs, call, sizes)
     args, kwargs = sized.bind()
     return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
 
@@ -204,18 +253,15 @@ def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
 
 def _combinations(spec: Spec) -> list[AxisSizes]:
     """Return the sizes of each combination of buckets, the largest first."""
-    empty = [name for name, ladder in spec.ladders.items() if not ladder.shapes]
+    empty = [name for name, ladder in spec.ladders.items() if not ladder.sizes]
     if empty:
         raise ValueError(
-            f"bucketed: the buckets of {empty[0]!r} are 'auto' and none is known yet: warm up "
-            "after some calls, or pass plan="
+            f"bucketed: no buckets are given for {empty[0]!r}, and no call has made one: pass "
+            "buckets=, or warm up after some calls"
         )
-    # A ladder that two axes share counts once: its buckets are pairs already.
-    ladders = list(dict.fromkeys(spec.ladders.values()))
-    axes = [axis for ladder in ladders for axis in ladder.axes]
     combinations = [
-        dict(zip(axes, itertools.chain(*shapes), strict=True))
-        for shapes in itertools.product(*(ladder.shapes for ladder in ladders))
+        dict(zip(spec.ladders, sizes, strict=True))
+        for sizes in itertools.product(*(ladder.sizes for ladder in spec.ladders.values()))
     ]
     # What runs out of memory does so at once.
     combinations.sort(key=lambda buckets: math.prod(buckets.values()), reverse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import os
 import sys
 import threading
 import weakref
@@ -20,7 +19,6 @@ from typing_extensions import ParamSpec, Self
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import compiler_for
-from torchguard.bucketing.decorator.ladders import write_buckets
 from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
 from torchguard.bucketing.decorator.warmup import WarmupReport, warm_up
@@ -61,7 +59,7 @@ class _Methods:
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: no bucket fits into memory.
-            ValueError: buckets are "auto", and none is known yet.
+            ValueError: ``buckets`` was left out, and no call has made one yet.
         """
         caller, owner = self._bucketed_caller()
         return warm_up(caller, owner, example, keywords)
@@ -71,20 +69,10 @@ class _Methods:
 
         Raises:
             PaddingLeakError: padding changes the answer or a gradient.
-            ValueError: the inputs are above the largest bucket, or need no padding.
+            ValueError: the inputs are above the largest bucket, or nothing of them is padding.
         """
         caller, owner = self._bucketed_caller()
         caller.verify(owner, inputs, keywords)
-
-    def save_plan(self, path: str | os.PathLike[str]) -> None:
-        """Write the sizes of the buckets to a file for ``plan=``, and the sizes seen.
-
-        The file is JSON and replaced in one step. For what Inductor has compiled torch has
-        ``TORCHINDUCTOR_CACHE_DIR`` and ``torch.compiler.save_cache_artifacts``.
-        """
-        caller, _ = self._bucketed_caller()
-        ladders = dict.fromkeys(caller.spec.ladders.values())
-        write_buckets(path, ladders, caller.seen())
 
 
 # ---- a function ----
@@ -100,7 +88,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
         vars(self).pop("stats", None)  # what verified() has put on a function
         self._given = function
         self._options = options
-        self._original, self._compilers = compiler_for(function, options["compile"])
+        self._original, self._compiler = compiler_for(function, options["compile"])
         if isinstance(self._original, torch.nn.Module):
             raise TypeError("bucketed: wrap the module, not its compiled call")
         self._caller: Caller | None = None
@@ -118,7 +106,7 @@ class Bucketed(_Methods, Generic[_Arguments, _Result_co]):
 
     def _new_caller(self, spec: Spec) -> Caller:
         name = getattr(self._original, "__qualname__", type(self._original).__name__) + "()"
-        return Caller(self._original, self._compilers, spec, name)
+        return Caller(self._original, self._compiler, spec, name)
 
     def _bucketed_caller(self) -> tuple[Caller, tuple[Any, ...]]:
         return self._alone(), ()
@@ -315,9 +303,9 @@ def _parts(
     in_place = getattr(given, "_compiled_call_impl", None)
     found = _torch.compiler_of(in_place)
     if found is None:
-        module, compilers = compiler_for(given, options["compile"])
+        module, compiler = compiler_for(given, options["compile"])
     else:
-        module, (_, compilers) = given, compiler_for(in_place, options["compile"])
+        module, (_, compiler) = given, compiler_for(in_place, options["compile"])
     if isinstance(module, (BucketedModule, torch.jit.ScriptModule)):
         raise TypeError(
             f"bucketed: function is of type {type(module).__name__}: wrap the module inside"
@@ -340,7 +328,7 @@ def _parts(
             "function"
         )
     spec = Spec.of(own.forward, options, bound=True)
-    return module, options, given, Caller(own.forward, compilers, spec, name)
+    return module, options, given, Caller(own.forward, compiler, spec, name)
 
 
 @functools.cache

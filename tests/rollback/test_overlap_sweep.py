@@ -16,6 +16,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import torchguard
 from support.sweep import samples_of
+from torchguard.equivalence.operands import _rule_of
 
 DTYPES = (torch.float64, torch.int64, torch.bool)
 # What random numbers, a device or the order of additions decides.
@@ -147,3 +148,102 @@ def test_no_operator_is_wrong_with_the_guard(part: int) -> None:
     assert errors == {}
     assert count > 100
     assert wrong(names[:10])[1], "plain torch got them right: this proves nothing"
+
+
+# ---- no warning where PyTorch is right ----
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda t: torch.empty(t.shape, dtype=t.dtype),
+    "gaps": lambda t: in_a_buffer(t, gaps=True),
+    "transposed": lambda t: torch.empty(t.transpose(0, -1).shape, dtype=t.dtype).transpose(0, -1),
+    "steps": lambda t: torch.empty((*t.shape, 2), dtype=t.dtype)[..., 1],
+}
+
+# Right in each case of the sweep, and warned of all the same: no method in place relies on it.
+LUCKY = {
+    *("alias_copy", "diff", "linalg.householder_product", "linalg.pinv", "log_softmax", "msort"),
+    *("nn.functional.normalize", "slice_scatter", "softmax", "t_copy", "transpose_copy"),
+}
+
+
+def enlarged(tensor: torch.Tensor) -> torch.Tensor:
+    """Repeat a tensor along its last two dims, to more than what one vector or tile holds."""
+    times = [1] * tensor.dim()
+    for dim in (-1, -2)[: tensor.dim()]:
+        times[dim] = max(1, 150 // max(1, tensor.shape[dim]))
+    return tensor.repeat(*times)
+
+
+def calls_on_itself(name: str) -> Iterator[tuple[Callable[..., Any], torch.Tensor]]:
+    """Yield calls whose first operand is what they write, each with the values to begin with."""
+    for op in (each for each in op_db if each.name == name):
+        function = function_of(op)
+        if not op.supports_out or function is None:
+            continue
+        for dtype in DTYPES:
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            for sample in itertools.islice(samples_of(op, dtype), 4):
+                start = sample.input
+                if torch.is_tensor(start) and start.layout == torch.strided and start.dim():
+                    for larger in (False, True):
+                        args = [
+                            enlarged(each)
+                            if larger and torch.is_tensor(each) and each.dim()
+                            else each
+                            for each in (start, *sample.args)
+                        ]
+                        call = functools.partial(_on_itself, function, args[1:], sample.kwargs)
+                        if 0 < args[0].numel() < 100_000:
+                            yield call, args[0]
+
+
+def _on_itself(function: Any, args: Any, kwargs: Any, out: torch.Tensor, *, copy: bool) -> None:
+    function(out.clone() if copy else out, *args, out=out, **kwargs)
+
+
+def compared(name: str) -> tuple[int, bool]:
+    """Count the calls of an operator on itself, and say whether one of them is wrong."""
+    count = 0
+    for call, start in calls_on_itself(name):
+        for layout in LAYOUTS.values():
+            truth, found = layout(start).copy_(start), layout(start).copy_(start)
+            try:
+                call(truth, copy=True)
+            except Exception:  # noqa: BLE001  no call of this operator
+                break
+            if truth.shape != start.shape:  # resized
+                break
+            count += 1
+            try:
+                call(found, copy=False)
+            except Exception:  # noqa: BLE001  refused
+                return count, True
+            if not torch.equal(torch.nan_to_num(truth), torch.nan_to_num(found)):
+                return count, True
+    return count, False
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(4))
+def test_an_operator_on_itself_is_warned_of_if_it_can_be_wrong(part: int) -> None:
+    """PyTorch alone is compared; the rule says the same of each operator."""
+    unsafe = ("lu", "linalg.lu", "linalg.ldl", "ormqr", "geqrf")  # trust what other calls return
+    names = [name for name in NAMES[part::4] if not name.startswith(unsafe)]
+    silent, wrong, lucky = set(), set(), set()
+    for name in names:
+        function = next(map(function_of, (op for op in op_db if op.name == name)))
+        if function is None:
+            continue
+        rule = _rule_of(function)
+        count, is_wrong = compared(name)
+        if is_wrong and (rule.first or rule.elementwise):
+            wrong.add(name)
+        elif count and rule.first and not rule.elementwise:
+            silent.add(name)
+        elif count > 8 and not is_wrong and not rule.elementwise:
+            lucky.add(name)
+    assert wrong == set()
+    assert lucky <= LUCKY
+    assert silent

@@ -50,15 +50,6 @@ _ELEMENTWISE = frozenset(
     )
 )
 
-# Operators whose first operand may have the elements that are written, of all that are not
-# elementwise: tests/rollback/test_overlap_sweep.py compares the set with what it finds.
-_FIRST_MAY_BE_WRITTEN = frozenset(
-    (
-        *("addbmm", "addmm", "addmv", "addr", "baddbmm"),
-        *("cumsum", "cumprod", "logcumsumexp"),
-    )
-)
-
 # Of two equal numbers these make that number, so that an element which is read for many places
 # keeps its value when its own place is written: x.copy_(x[:1]), x[:, 0] = x[2, 0]. Each with its
 # first operand that is such a number, and not a mask or an index.
@@ -243,9 +234,8 @@ _READS_ALL = _Rule(elementwise=False)
 def _rule_of(function: Callable[..., Any]) -> _Rule:
     name = getattr(function, "__name__", "").partition(".")[0]
     names = {name, name.removesuffix("_")}
-    first = not _FIRST_MAY_BE_WRITTEN.isdisjoint(names)
     keeps = next((_KEEP[each] for each in names if each in _KEEP), None)
-    return _Rule(is_elementwise(function), first, keeps)
+    return _Rule(is_elementwise(function), any(map(_may_be_own_output, names)), keeps)
 
 
 class Copy(enum.Enum):
@@ -395,6 +385,24 @@ def is_elementwise(function: Callable[..., Any]) -> bool:
     names = {name, name.removesuffix("_")}
     known = name.startswith("_foreach_") or not _ELEMENTWISE.isdisjoint(names)
     return known or any(map(_all_pointwise, names))
+
+
+def _may_be_own_output(name: str) -> bool:
+    """Whether ``out=`` may be the first operand: ``x.cumsum_(0)`` is ``cumsum(x, 0, out=x)``.
+
+    PyTorch computes a method that writes in place with the kernel of ``out=``.
+    """
+    in_place = _parameters(f"{name}_")
+    return name == "logcumsumexp" or (bool(in_place) and not in_place.isdisjoint(_parameters(name)))
+
+
+def _parameters(name: str) -> set[tuple[str, ...]]:
+    """Return the names of the arguments of each overload without ``out=``."""
+    return {
+        tuple(argument.name for argument in schema.arguments)
+        for schema in operator_schemas(name)
+        if not any(argument.is_out for argument in schema.arguments)
+    }
 
 
 def _all_pointwise(name: str) -> bool:

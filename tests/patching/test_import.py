@@ -25,7 +25,7 @@ import numpy, torch, wrapt  # what torchguard needs; torch alone imports no wrap
 import typing_extensions
 
 ASIDE = (
-    "torch._dynamo", "torch._inductor", "rich", "matplotlib", "pandas", "scipy", "transformers",
+    "torch._dynamo", "torch._inductor", "matplotlib", "pandas", "scipy", "transformers",
     "lightning", "accelerate",
     "torchguard.verification.check",  # and what it imports: needed when a graph is compiled
 )

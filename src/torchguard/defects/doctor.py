@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +17,6 @@ from torchguard._public import __version__, public
 from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
 from torchguard.defects.runner import ENVIRONMENT, Event, Schedule, Task, Verdict, run
 
-# Seconds that a row takes on a core of its own, roughly: compiling outweighs the rest by far.
-_START, _QUICK, _COMPILED = 5.0, 0.5, 15.0
 _MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
 
 
@@ -139,9 +136,6 @@ class DoctorProgress:
     row: Row | None
     """The row that has just been completed, if one was."""
 
-    remaining: float | None = None
-    """Estimated seconds until the end; the estimate improves with every row that is done."""
-
 
 @public
 def doctor(
@@ -234,22 +228,18 @@ class _Examination:
         self._bare: dict[str, Verdict] = {}
         self._rows: dict[str, Row] = {}
         self._running: dict[str, None] = {}  # in the order in which they started
-        self._begun = time.monotonic()
         self._workers = workers
-        self._seconds = {
-            name: _QUICK if defect.family == "memory" else _COMPILED
-            for name, defect in self._defects.items()
-        }
 
     def run(self, folder: str, timeout: float) -> DoctorReport:
+        # What compiles takes longest, so it starts first.
+        quick = {name for name, defect in self._defects.items() if defect.family == "memory"}
         schedule = Schedule(
-            # What compiles takes longest, so it starts first.
-            (ENVIRONMENT, *map(Task, sorted(self._seconds, key=lambda name: -self._seconds[name]))),
+            (ENVIRONMENT, *map(Task, sorted(self._defects, key=quick.__contains__))),
             guarded=tuple(name for name, defect in self._defects.items() if defect.guards),
             folder=folder,
             workers=self._workers,
             timeout=timeout,
-            compiles=_COMPILED in self._seconds.values(),
+            compiles=len(quick) < len(self._defects),
         )
         described = Verdict("broken")
         for row in self._chosen:
@@ -270,7 +260,9 @@ class _Examination:
         if verdict is None:
             self._running[defect.id] = None
         else:
-            self._running.pop(defect.id, None)  # not there if the server died before it came to it
+            self._running.pop(
+                defect.id, None
+            )  # not there if the supervisor ended before it came to it
             if event.task.guarded:
                 row = _row(defect, self._bare[defect.id], verdict)
             elif verdict.live and defect.guards:
@@ -282,16 +274,8 @@ class _Examination:
     def _report(self, row: Row | None) -> None:
         if row is not None:
             self._rows[row.id] = row
-        total, left = len(self._chosen), self._remaining()
-        self._progress(DoctorProgress(len(self._rows), total, tuple(self._running), row, left))
-
-    def _remaining(self) -> float:
-        """Trust the estimate at the beginning, and what was seen the more rows are done."""
-        whole, longest = sum(self._seconds.values()), max(self._seconds.values(), default=0.0)
-        done = sum(self._seconds.get(name, 0.0) for name in self._rows) / (whole or 1.0)
-        estimate = _START + max(whole / self._workers, longest)
-        seen = time.monotonic() - self._begun if done else 0.0
-        return (1 - done) * ((1 - done) * estimate + seen)
+        step = DoctorProgress(len(self._rows), len(self._chosen), tuple(self._running), row)
+        self._progress(step)
 
 
 def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:

@@ -2,21 +2,19 @@
 
 Three kinds of process:
 
-- the doctor's, which starts one server and reads what happens from a pipe, as lines of JSON;
-- the server, which starts a process per probe with ``multiprocessing`` and waits for them. Where
-  forking is safe (Linux) it imports torch and its compiler once, which takes seconds, and forks;
-  elsewhere every probe is spawned in a fresh interpreter;
-- a probe's. Its verdict goes to a file of its own: nothing that it prints is taken for that.
+- the doctor's, which starts one supervisor and reads events from a pipe, as lines of JSON;
+- the supervisor, which starts a process for each probe with ``multiprocessing`` and waits for it:
+  on Linux as a fork of ``multiprocessing``'s server, which has imported torch and its compiler
+  once, elsewhere in a fresh interpreter;
+- a probe's. Its verdict goes to a file: nothing that it prints is taken for that.
 
-The doctor's process starts no probe itself: it may have threads, which a fork does not copy, and
-``multiprocessing`` would run a caller's main module again in each of them.
+The doctor's process starts no probe itself: ``multiprocessing`` would run a caller's main module
+again in each of them, and its server would keep the caller's environment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -35,13 +33,22 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from torchguard._files import write_text
-from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, built_in, error_text, find
+from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, error_text, find
 
 _LOOK = 1.0  # seconds after which processes are looked at even if nothing was reported
 _LOG_TAIL = 4000  # bytes kept of what a process wrote
 
-# torch.compile imports these; they take as long as torch itself.
-_COMPILER = ("torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.cpu_vec_isa")
+# What the server of the probes' processes imports. An import that fails is reported by the probe
+# that needs it: multiprocessing ignores it.
+_PRELOADED = [
+    "torch",
+    "torchguard.patching.install",
+    *(
+        f"torchguard.defects.probes.{file.stem}"
+        for file in sorted(Path(__file__).with_name("probes").glob("[!_]*.py"))
+    ),
+]
+_COMPILER = ["torchguard._torch.compiler"]
 
 
 Status = Literal[
@@ -89,7 +96,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything the server needs to know; it travels there as JSON."""
+    """Everything the supervisor needs to know; it travels there as JSON."""
 
     tasks: tuple[Task, ...]
     """The processes to run, in the order in which they start."""
@@ -103,10 +110,7 @@ class Schedule:
     workers: int
     timeout: float
     compiles: bool
-    """Whether any of them uses torch.compile: then its modules are imported before forking."""
-
-    forks: bool = False
-    """Whether the server forks the processes; it spawns them otherwise."""
+    """Whether any of them uses torch.compile: then the compiler is imported before forking."""
 
     def follow_up(self, task: Task, verdict: Verdict) -> list[Task]:
         """Return the run that has to follow ``task``: a live defect is probed again, guarded."""
@@ -119,83 +123,52 @@ class Schedule:
 
 def run(schedule: Schedule) -> Generator[Event]:
     """Run the schedule; yields as things happen, and ends every process when it is closed."""
-    done: dict[Task, Verdict] = {}
-    # All of it is spawned where forking is not possible, and what is left where the server died.
-    for forks in (True, False) if forking_is_possible() else (False,):
-        rest = replace(schedule, tasks=_without_verdict(schedule, done), forks=forks)
-        with contextlib.closing(_from_server(rest)) as happening:
-            for event in happening:
-                if forks and _fork_is_unsafe(event):
-                    break
-                if event.verdict is not None:
-                    done[event.task] = event.verdict
-                yield event
-    for task in _without_verdict(schedule, done):
+    left = dict.fromkeys(schedule.tasks)
+    with contextlib.closing(_from_supervisor(schedule)) as events:
+        for event in events:
+            if event.verdict is not None:
+                del left[event.task]
+                left |= dict.fromkeys(schedule.follow_up(event.task, event.verdict))
+            yield event
+    for task in left:
         text = "the process that starts the probes has ended"
-        yield Event(task, Verdict("broken", text, log=_tail(Path(schedule.folder, "server.log"))))
+        log = _tail(Path(schedule.folder, "supervisor.log"))
+        yield Event(task, Verdict("broken", text, log=log))
 
 
-def forking_is_possible() -> bool:
-    """Whether a child may be forked from a process that has imported torch.
-
-    macOS has ``fork`` too, but its system libraries refuse to work in the child.
-    """
-    return sys.platform == "linux"
-
-
-def _without_verdict(schedule: Schedule, done: dict[Task, Verdict]) -> tuple[Task, ...]:
-    guarded = [
-        again for task, verdict in done.items() for again in schedule.follow_up(task, verdict)
-    ]
-    return tuple(task for task in (*guarded, *schedule.tasks) if task not in done)
-
-
-def _fork_is_unsafe(event: Event) -> bool:
-    """Whether the forked child that looked for a GPU could not use it."""
-    if event.task != ENVIRONMENT or event.verdict is None or event.verdict.status != "absent":
-        return False
-    return not json.loads(event.verdict.detail)["fork_is_safe"]
-
-
-def _from_server(schedule: Schedule) -> Generator[Event]:
-    """Let a server run the schedule; ends early when the server does."""
-    if not schedule.tasks:
-        return
-    code = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-        f"from {__name__} import serve; serve()"
-    )
-    with Path(schedule.folder, "server.log").open("ab") as log:
-        server = subprocess.Popen(  # noqa: S603 - our own interpreter and our own code
-            [sys.executable, "-c", code, json.dumps(sys.path)],
+def _from_supervisor(schedule: Schedule) -> Generator[Event]:
+    """Let a supervisor run the schedule; ends early when the supervisor does."""
+    with Path(schedule.folder, "supervisor.log").open("ab") as log:
+        supervisor = subprocess.Popen(  # noqa: S603 - our own interpreter and our own code
+            [sys.executable, "-c", f"from {__name__} import supervise; supervise()"],
             env=_environment(schedule.folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            # Ctrl-C at a terminal is for this process, which ends the server in good order.
+            # Ctrl-C at a terminal is for this process, which ends the supervisor in good order.
             start_new_session=True,
             text=True,
             encoding="utf-8",
         )
-    assert server.stdin is not None
-    assert server.stdout is not None
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
     try:
         with contextlib.suppress(BrokenPipeError):
-            server.stdin.write(json.dumps(asdict(schedule)) + "\n")
-            server.stdin.flush()
-        for line in server.stdout:
+            supervisor.stdin.write(json.dumps(asdict(schedule)) + "\n")
+            supervisor.stdin.flush()
+        for line in supervisor.stdout:
             task, verdict = json.loads(line)
             yield Event(Task(*task), None if verdict is None else Verdict(**verdict))
     finally:
-        # An end of file on its input is what tells the server to end its children.
+        # An end of file on its input is what tells the supervisor to end its children.
         with contextlib.suppress(BrokenPipeError):
-            server.stdin.close()
+            supervisor.stdin.close()
         try:
-            server.wait(timeout=10)
+            supervisor.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        server.stdout.close()
+            supervisor.kill()
+            supervisor.wait()
+        supervisor.stdout.close()
 
 
 def _environment(folder: str) -> dict[str, str]:
@@ -206,6 +179,8 @@ def _environment(folder: str) -> dict[str, str]:
     cache = Path(folder, "cache")
     threads = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "TORCHINDUCTOR_COMPILE")
     return kept | {
+        # The modules of the caller, for each process, however it is started.
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
         **{f"{name}_THREADS": "1" for name in threads},
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TRITON_CACHE_DIR": str(cache / "triton"),
@@ -218,10 +193,10 @@ def _environment(folder: str) -> dict[str, str]:
     }
 
 
-# --- the server
+# --- the supervisor
 
 
-def serve() -> None:
+def supervise() -> None:
     """Run the schedule on standard input and write its events to standard output."""
     _no_core_dumps()
     # Whatever an import prints goes to the log, not between the events.
@@ -229,15 +204,13 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     values = json.loads(sys.stdin.readline())
     schedule = Schedule(**{**values, "tasks": tuple(Task(*task) for task in values["tasks"])})
-    if not schedule.forks:
-        return _supervise(schedule, channel, _readable_at_end_of_input())
-    _import_what_probes_need(schedule)
-    gc.freeze()  # no probe's process looks through all of torch again
-    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - names are enough
-        # A fork copies one thread, and the locks of all. Without an event, every probe is spawned.
-        sys.exit("an import started a thread, so this process can't be forked safely")
-    # After the schedule nothing is sent any more: readable means closed.
-    return _supervise(schedule, channel, sys.stdin.fileno())
+    # Not macOS: its system libraries refuse to work in a fork.
+    processes: Any = multiprocessing.get_context(
+        "forkserver" if sys.platform == "linux" else "spawn"
+    )
+    if sys.platform == "linux":
+        processes.set_forkserver_preload(_PRELOADED + _COMPILER * schedule.compiles)
+    _run_all(schedule, processes, channel, _readable_at_end_of_input())
 
 
 def _readable_at_end_of_input() -> Connection:
@@ -253,20 +226,7 @@ def _readable_at_end_of_input() -> Connection:
     return reader
 
 
-def _import_what_probes_need(schedule: Schedule) -> None:
-    built_in()
-    importlib.import_module("torchguard.patching.install")
-    if not schedule.compiles:
-        return
-    # Only a head start: a probe that needs one of these itself reports what is wrong with it.
-    with contextlib.suppress(Exception):
-        for name in _COMPILER:
-            module = importlib.import_module(name)
-        # Finding out which vector instructions work here takes two compilations: once is enough.
-        module.pick_vec_isa()
-
-
-def _supervise(schedule: Schedule, channel: int, doctor_is_gone: Connection | int) -> None:
+def _run_all(schedule: Schedule, processes: Any, channel: int, doctor_is_gone: Connection) -> None:
     """Keep ``schedule.workers`` processes running until every task has a verdict."""
 
     def send(event: Event) -> None:
@@ -278,22 +238,19 @@ def _supervise(schedule: Schedule, channel: int, doctor_is_gone: Connection | in
     try:
         while waiting or running:
             while waiting and len(running) < schedule.workers:
-                running.append(_Running(started, waiting.popleft(), schedule, channel))
+                running.append(_Running(started, waiting.popleft(), schedule, processes))
                 started += 1
                 send(Event(running[-1].task))
-            # A process that leaves a child behind may end without its sentinel being ready:
-            # the child has the other end of that pipe. So each is looked at once a second.
+            # A spawned process that leaves a child behind may end without its sentinel being
+            # ready: the child has the other end of that pipe. So each is looked at once a second.
             ready = wait([doctor_is_gone, *(each.sentinel for each in running)], _LOOK)
             if doctor_is_gone in ready:
                 return
-            ended = [each for each in running if each.has_ended()]
-            for each in ended:
+            for each in [each for each in running if each.has_ended()]:
                 verdict = each.verdict()
                 running.remove(each)
                 waiting.extendleft(schedule.follow_up(each.task, verdict))
                 send(Event(each.task, verdict))
-            if ready and not ended:
-                time.sleep(0.01)  # a sentinel is ready just before the process can be reaped
     finally:
         for each in running:
             each.kill()
@@ -302,16 +259,14 @@ def _supervise(schedule: Schedule, channel: int, doctor_is_gone: Connection | in
 class _Running:
     """One process from its start to its verdict."""
 
-    def __init__(self, number: int, task: Task, schedule: Schedule, channel: int) -> None:
+    def __init__(self, number: int, task: Task, schedule: Schedule, processes: Any) -> None:
         self.task = task
         self._timeout = schedule.timeout
         self._started = time.monotonic()
-        method = "fork" if schedule.forks else "spawn"
-        self._verdict_path = Path(schedule.folder, f"{method}-{number}.json")
+        self._verdict_path = Path(schedule.folder, f"{number}.json")
         self._log_path = self._verdict_path.with_suffix(".log")
-        arguments = task, self._verdict_path, self._log_path, channel if schedule.forks else None
-        context: Any = multiprocessing.get_context(method)
-        self._process = context.Process(target=run_task, args=arguments)
+        arguments = task, self._verdict_path, self._log_path
+        self._process = processes.Process(target=run_task, args=arguments)
         self._process.start()
         self.sentinel: int = self._process.sentinel
 
@@ -349,9 +304,9 @@ class _Running:
         return time.monotonic() - self._started
 
     def _log(self) -> str:
-        # Until a spawned process has its own log, it writes to the server's.
+        # Until a process has its own log, it writes to the supervisor's.
         own = self._log_path
-        return _tail(own if own.exists() else own.with_name("server.log"))
+        return _tail(own if own.exists() else own.with_name("supervisor.log"))
 
 
 def _tail(path: Path) -> str:
@@ -395,12 +350,10 @@ ENVIRONMENT = Task("")
 """Describes torch and the GPU instead of running a probe: "absent", and JSON, if all is well."""
 
 
-def run_task(task: Task, verdict_path: Path, log_path: Path, channel: int | None) -> NoReturn:
+def run_task(task: Task, verdict_path: Path, log_path: Path) -> NoReturn:
     """Carry out ``task`` and write the verdict, whatever the probe raises."""
     if os.name == "posix":
         os.setpgid(0, 0)  # a group that is killed together
-    if channel is not None:
-        os.close(channel)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(log_path, flags)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -456,17 +409,12 @@ def _describe() -> Verdict:
     import torch  # noqa: PLC0415 - this is what the process is for
 
     gpu = "none"
-    fork_is_safe = True
     if torch.cuda.is_available():
-        try:
-            gpu = torch.cuda.get_device_name(0)
-        except RuntimeError:  # the process this one was forked from has touched CUDA
-            fork_is_safe = False
+        gpu = torch.cuda.get_device_name(0)
         if torch.cuda.device_count() > 1:
             gpu += f" and {torch.cuda.device_count() - 1} more"
     elif torch.backends.mps.is_available():
         gpu = "Apple MPS"
     elif torch.xpu.is_available():
         gpu = torch.xpu.get_device_name(0)
-    facts = {"torch": torch.__version__, "gpu": gpu, "fork_is_safe": fork_is_safe}
-    return Verdict("absent", json.dumps(facts))
+    return Verdict("absent", json.dumps({"torch": torch.__version__, "gpu": gpu}))

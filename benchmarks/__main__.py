@@ -66,7 +66,7 @@ def run(names: Sequence[str], options: Sequence[str]) -> int:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page and the tables, or say what is out of date."""
-    from benchmarks.report import main, take_in  # noqa: PLC0415  the plots need matplotlib
+    from benchmarks.report import main, take_in  # noqa: PLC0415
 
     if options.results is not None:
         for path in take_in(options.results, options.records):

@@ -6,8 +6,7 @@ checks of ``bucketed``, and in the steady state. Padding by hand lifts the recom
 "dynamic=False" keeps it at 8, and so runs eager for the lengths after. Compiling takes most of the
 time: 65 graphs per phase, a quarter of an hour on two quiet cores.
 
-Then the host's time that ``bucketed`` adds to a call of the compiled function, for 1 to 64 buckets;
-the kernels that pad are measured on their own and not counted.
+Then the host's time that ``bucketed`` adds to a call of the compiled function, for 1 to 64 buckets.
 
 Shapes: B batch, T time, D features.
 """
@@ -24,14 +23,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.counting import recordings
-from benchmarks.paired import Variant, take_turns
+from benchmarks.harness import AddedTarget, Comparison, measure, of_its_own
 from benchmarks.processes import in_a_process
 from benchmarks.program import Benchmark, Case, Results, Setting
 from benchmarks.tables import Table
@@ -45,9 +44,7 @@ LONGEST = 256
 MEAN, DEVIATION = 4.0, 0.6
 BATCHES = 120
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-OVERHEAD_TARGET_US = 15.0
-FLATNESS_TARGET = 1.10
-STEADY_TARGET = 1.03
+OVERHEAD = AddedTarget(15)
 
 PHASES = ("forward", "training")
 DYNAMIC = {"compile": None, "compile dynamic=True": True, "compile dynamic=False": False}
@@ -62,7 +59,6 @@ OURS_OF: dict[str, int | None] = {  # by the number of buckets
     "bucketed, powers of two": None,
 }
 ROWS = ("eager", *DYNAMIC, *LADDERS, *OURS_OF)
-HAND, OURS = "by hand: the buckets of fit 8", "bucketed fit 8"
 
 
 class Model(nn.Module):
@@ -122,10 +118,11 @@ def wrapped(
 
         return padded, None
     count = OURS_OF[row]
-    module = bucketed(
+    declared: dict[str, Any] = {} if count is None else {"buckets": fitted(count)}
+    module: Any = bucketed(
         model,
         dims={"ids": {1: "t"}, "padding": {1: "t"}},
-        buckets=None if count is None else fitted(count),
+        **declared,
         mask={"padding": "padding"},
         compile=options,
     )
@@ -211,9 +208,9 @@ def streams(setting: Setting, folder: Path) -> Iterator[Case]:
         modes = [None if options.mode == "default" else options.mode]
     backend = "aot_eager" if quick and device == "cpu" else "inductor"
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    process = partial(in_a_process, environment=cache, quick=quick)
+    process = partial(in_a_process, environment=cache)
     if backend == "inductor":
-        process("bench_buckets", "prepare", device)
+        process(prepare, device)
     prepared = set(folder.rglob("*"))
 
     def found(*row: Any) -> dict[str, Any]:
@@ -221,7 +218,7 @@ def streams(setting: Setting, folder: Path) -> Iterator[Case]:
             remove = path.rmdir if path.is_dir() and not path.is_symlink() else path.unlink
             remove()
         begun = time.perf_counter()
-        result = process("bench_buckets", "run_row", *row)
+        result = process(run_row, *row)
         return {**result, "process_s": time.perf_counter() - begun}
 
     for mode, phase, row in itertools.product(modes, phases, rows):
@@ -236,99 +233,66 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x * 2 + y
 
 
-def overhead(count: int, rounds: int) -> dict[str, Any]:
-    """Measure what ``bucketed`` adds to a call of a compiled function, in microseconds."""
-    sizes = [8 * (index + 1) for index in range(count)]
-    call = bucketed(
-        add,
-        dims={"x": {1: "t"}, "y": {1: "t"}},
-        buckets=Buckets(sizes),
-        compile={"backend": "eager"},
-        check_padding="never",
-    )
-    for size in sizes:
-        exact, short = ((torch.ones(2, n), torch.ones(2, n)) for n in (size, size - 1))
-        call(*exact)
+def overheads(*, quick: bool) -> Iterator[Comparison]:
+    """Compare a call of a compiled function with one of ``bucketed``, exact and padded."""
+    for count in COUNTS[:2] if quick else COUNTS:
+        sizes = [8 * (index + 1) for index in range(count)]
+        call = bucketed(
+            add,
+            dims={"x": {1: "t"}, "y": {1: "t"}},
+            buckets=Buckets(sizes),
+            compile={"backend": "eager"},
+            check_padding="never",
+        )
+        exact, short = ((torch.ones(2, n), torch.ones(2, n)) for n in (sizes[-1], sizes[-1] - 1))
+        for size in sizes:
+            call(torch.ones(2, size), torch.ones(2, size))
         call(*short)
-    plain = torch.compile(add, backend="eager", dynamic=False)
-    plain(*exact)
-    pad = torch.constant_pad_nd
-    ways: dict[str, Callable[[], object]] = {
-        "compiled": lambda: plain(*exact),
-        "exact": lambda: call(*exact),
-        "padded": lambda: call(*short),
-        "kernels": lambda: (pad(short[0], (0, 1), 0), pad(short[1], (0, 1), 0)),
-    }
-    variants = [Variant(name, way, contextlib.nullcontext) for name, way in ways.items()]
-    turns = take_turns(variants, rounds, 50, "cpu")
-    took = {name: 1e6 * np.array(seconds) for name, seconds in turns.items()}
-    best = {name: float(each.min()) for name, each in took.items()}
-    return {
-        "compiled_us": best["compiled"],
-        "padded_us": best["padded"],
-        "added_exact_us": best["exact"] - best["compiled"],
-        "added_padded_us": best["padded"] - best["compiled"] - best["kernels"],
-    }
-
-
-def verdicts(rows: list[dict[str, Any]], overheads: list[dict[str, Any]]) -> Iterator[str]:
-    """Say which targets are reached."""
-    if overheads:
-        worst = max(each["added_padded_us"] for each in overheads)
-        target = f"adds at most {OVERHEAD_TARGET_US:g} us"
-        yield _verdict(target, worst <= OVERHEAD_TARGET_US, f"{worst:.1f} us")
-        ratio = overheads[-1]["padded_us"] / overheads[0]["padded_us"]
-        flat = "flat within 10 % to 64 buckets"
-        yield _verdict(flat, ratio <= FLATNESS_TARGET, f"{ratio:.3f} times")
-    by_row = {(each["row"], each["phase"], each["device"]): each for each in rows}
-    for (row, phase, device), each in by_row.items():
-        # Where the compiler makes CUDA graphs the mode stands behind the name.
-        name, comma, mode = row.partition(", ")
-        if name != OURS:
-            continue
-        where = f"{phase}, {device}{comma}{mode}"
-        hand = by_row.get((f"{HAND}{comma}{mode}", phase, device))
-        if hand is not None:
-            ratio = each["steady_total_s"] / hand["steady_total_s"]
-            target = f"{where}: steady state within 3 % of padding by hand"
-            yield _verdict(target, ratio <= STEADY_TARGET, f"{ratio:.3f} times")
-        if mode:
-            buckets, recorded = len(fitted(8)), each["cuda_graphs"]
-            # Forward and backward are a graph each, and one that is empty owns their memory.
-            allowed = buckets * (2 if phase == "training" else 1) + 1
-            target = f"{where}: one CUDA graph per bucket and direction"
-            yield _verdict(target, recorded <= allowed, f"{recorded} for {buckets} buckets")
-
-
-def _verdict(target: str, reached: bool, measured: str) -> str:
-    return f"{target}: {'reached' if reached else 'missed'} ({measured})"
+        plain: Any = torch.compile(of_its_own(add), backend="eager", dynamic=False)
+        plain(*exact)
+        names = {"plain": plain, "call": call, "exact": exact, "short": short, "F": functional}
+        padded = "plain(F.pad(short[0], (0, 1)), F.pad(short[1], (0, 1)))[:, :-1]"
+        what = f"{count} buckets, "
+        exactly = "plain(*exact)", "call(*exact)"
+        yield Comparison(f"exact-{count}", what + "exact fit", names, *exactly)
+        yield Comparison(
+            f"padded-{count}", what + "padded", names, padded, "call(*short)", target=OVERHEAD
+        )
 
 
 def run(setting: Setting) -> Results:
     """Run the stream in every way, and measure what a call costs more."""
     with tempfile.TemporaryDirectory() as folder:
         found = setting.collect(streams(setting, Path(folder)))
-    counts = COUNTS[:2] if setting.quick else COUNTS
-    cases = (({"buckets": each}, partial(overhead, each, setting.rounds)) for each in counts)
-    return {"rows": found, "overhead": setting.collect(cases, "overhead")}
+    added = measure(overheads(quick=setting.quick), setting, block_seconds=2e-3, part="overhead")
+    return {"rows": found, "overhead": added}
 
 
-def _afterwards(record: dict[str, Any]) -> None:
-    record["targets"] = list(verdicts(record["rows"], record["overhead"]))
+@contextlib.contextmanager
+def recordings() -> Iterator[list[None]]:
+    """Yield a list that gets an entry with every CUDA graph whose recording begins."""
+    begun: list[None] = []
+    enter = torch.cuda.graph.__enter__
+
+    def counting(self: Any) -> None:
+        begun.append(None)
+        enter(self)
+
+    with mock.patch.object(torch.cuda.graph, "__enter__", counting):
+        yield begun
 
 
 BENCHMARK = Benchmark(
     "buckets",
     "How long does a stream of batches of many lengths take, in every way to run it?",
     run,
-    rounds=200,
+    rounds=51,
     options={
         "--batches": {"type": int, "default": BATCHES, "help": "of the stream"},
         "--phase": {"choices": PHASES, "help": "one of them only"},
         "--rows": {"help": "only rows that contain this, or one of several: a,b"},
         "--mode": {"help": "of torch.compile, this one only; 'default' is one"},
     },
-    afterwards=_afterwards,
     tables=(
         Table(
             {
@@ -343,13 +307,6 @@ BENCHMARK = Benchmark(
                 "memory reserved": "{gpu_bytes:bytes}",
             }
         ),
-        Table(
-            {
-                "buckets": "{buckets}",
-                "`bucketed` adds to an exact fit": "{added_exact_us:.1f} µs",
-                "to a padded call": "{added_padded_us:.1f} µs",
-            },
-            rows="overhead",
-        ),
+        Table(rows="overhead"),
     ),
 )

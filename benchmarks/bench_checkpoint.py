@@ -1,4 +1,4 @@
-"""``save`` against ``torch.save``, and ``load_state_dict`` against torch's own.
+"""``save``, ``load_state_dict`` and sharded checkpoints against PyTorch's own.
 
 Target of ``load_state_dict``: at most 5 % more, or 1 ms where that is more than 5 %; it is 5 % for
 both of these states.
@@ -10,9 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import torchguard
 from benchmarks.harness import Comparison, Target, measure
@@ -81,6 +85,31 @@ def containers(setting: Setting, folder: str) -> Iterator[Comparison]:
     )
 
 
+def save_sharded(state: dict[str, Any], link: str) -> None:
+    """Save a step whole."""
+    with torchguard.checkpoint_folder(link, group=True) as new:
+        dcp_save(state, checkpoint_id=new)
+
+
+def shards(folder: str, *, quick: bool) -> Iterator[Comparison]:
+    """Compare saving over a checkpoint of one rank, and loading one."""
+    megabytes = 1 if quick else 1024
+    state = {str(i): torch.rand(megabytes << 18 >> 4) for i in range(16)}  # float32
+    dcp_save(state, checkpoint_id=f"{folder}/bare")
+    save_sharded(state, f"{folder}/link")
+    names = {"dcp": dcp, "torchguard": torchguard, "state": state, "save_sharded": save_sharded}
+    names |= {"bare": f"{folder}/bare", "link": f"{folder}/link"}
+    what = f"sharded, {megabytes} MB in 16 tensors"
+    plain, ours = "dcp.save(state, checkpoint_id=bare)", "save_sharded(state, link)"
+    yield Comparison("save-shards", f"{what}: hashed, shown in one step", names, plain, ours)
+    for name, how, path in (
+        ("load-shards", "hashed, then read", "link"),
+        ("load-shards-crc", "without a manifest, by the CRCs in the shards", "bare"),
+    ):
+        pair = f"dcp.load(state, checkpoint_id={path})", f"torchguard.load_sharded(state, {path})"
+        yield Comparison(name, f"{what}: {how}", names, *pair)
+
+
 def run(setting: Setting) -> Results:
     """Measure every row."""
     # Quick to measure, and with a target: more rounds than for the gigabytes.
@@ -89,12 +118,16 @@ def run(setting: Setting) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         rows += measure(containers(setting, folder), setting, block_seconds=0.1)
         rows += measure(files(setting, folder), setting, block_seconds=0.05)
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        fewer = replace(setting, rounds=min(setting.rounds, 9))
+        rows += measure(shards(folder, quick=setting.quick), fewer, block_seconds=0.05)
+        dist.destroy_process_group()
     return {"rows": rows}
 
 
 BENCHMARK = Benchmark(
     "checkpoint",
-    "What do `save`, `load` and `load_state_dict` cost over torch's own?",
+    "What do `save`, `load`, `load_state_dict` and sharded checkpoints cost over PyTorch's own?",
     run,
     devices=("cpu",),
 )

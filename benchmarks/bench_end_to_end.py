@@ -1,9 +1,9 @@
-"""Whole steps of training and of inference, with the guards on and off, by turns.
+"""Whole steps of training and of inference, with each guard on and off, by turns.
 
 A decoder of the shape of GPT-2 small (inference: one token more, with keys and values cached by
 indexed assignment), convolutions of the shape of ResNet-50, and a tiny perceptron, with random
-weights. Each model runs eager and compiled by inductor; each scope compiles for itself. "nothing,
-once more" is the control: it should not differ. Then the peak of the memory, to the byte.
+weights. Each model runs eager and compiled by inductor; each guard compiles for itself. The guard
+"none" is the control: it should not differ.
 """
 
 from __future__ import annotations
@@ -18,39 +18,25 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import torchguard
-from benchmarks.clocks import peak_bytes
-from benchmarks.counting import counted
-from benchmarks.harness import Scope, installed
+from benchmarks.harness import Comparison, Scope, installed, measure, of_its_own
 from benchmarks.models import Convolutions, Decoder, DecoderSize, Perceptron
-from benchmarks.paired import Variant, calls_for, of_its_own, ratios, take_turns
 from benchmarks.program import Benchmark, Results, Setting
-from benchmarks.spread import Interval, Spread
-from benchmarks.tables import AIM, Table
+from benchmarks.tables import Row, Table, of_device
 from torchguard._torch import graphs_compiled
+from torchguard.patching.guards import GUARDS
 
-NOTHING, CONTROL = "nothing", "nothing, once more"
-EVERY_GUARD = ("resize", "out", "setitem", "slice_scatter", "verified")
-
-
-SCOPES: dict[str, Scope] = {
-    NOTHING: contextlib.nullcontext,
-    CONTROL: contextlib.nullcontext,
-    "install()": installed("resize"),
-    'install("resize", "out", "setitem")': installed("resize", "out", "setitem"),
-    "install(), every guard": installed(*EVERY_GUARD),
-    "guarded()": torchguard.guarded,
-}
-QUICK_SCOPES = (NOTHING, "install(), every guard", "guarded()")
-NOT_ON_A_GPU = 'install("resize", "out", "setitem")'  # whose minutes are few
-
-# Aimed at on a GPU: a ratio, or no difference outside the noise.
-TARGETS = {"install()": 1.001, "install(), every guard": 1.01}
-
-NARROW = 0.001  # width of a 95 % interval, as a share of the step: the target is no wider
-FIRST_ROUNDS, MORE_ROUNDS = 8, 4  # every variant stands first equally often in a multiple of these
+NONE, ALL = "none", "all"
+QUICK = (NONE, ALL)
 
 Call = Callable[..., torch.Tensor]
+
+
+def scopes(*, quick: bool) -> dict[str, Scope]:
+    """Return the scope of each guard by its name, of none, and of all together."""
+    each: dict[str, Scope] = {NONE: contextlib.nullcontext}
+    each |= {name: installed(name) for name in GUARDS}
+    each[ALL] = installed(*GUARDS)
+    return {name: scope for name, scope in each.items() if not quick or name in QUICK}
 
 
 @dataclass(frozen=True)
@@ -92,40 +78,33 @@ class Workload:
 
 
 # Of the decoder: size, batch, tokens. Of the convolutions: depths, channels, batch, side.
-DecoderShape = tuple[DecoderSize, int, int]
-ConvolutionsShape = tuple[tuple[int, ...], int, int, int]
-Shapes = tuple[DecoderShape, ConvolutionsShape]
+Shapes = tuple[tuple[DecoderSize, int, int], tuple[tuple[int, ...], int, int, int]]
 FULL: Shapes = (DecoderSize(), 8, 1024), ((3, 4, 6, 3), 64, 64, 224)
 SCALED_DOWN: Shapes = (DecoderSize(4096, 64, 192, 4, 4), 2, 64), ((1, 1, 1, 1), 16, 2, 64)
-QUICK: Shapes = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
+SMALLEST: Shapes = (DecoderSize(64, 8, 16, 1, 2), 2, 8), ((1,), 4, 2, 16)
 
 
 def workloads(device: str, *, quick: bool) -> Iterator[Workload]:
     """Yield the models, in training and in inference."""
     torch.manual_seed(0)
     full = device == "cuda" and not quick
-    shapes = FULL if full else QUICK if quick else SCALED_DOWN
-    what = "{} of the shape of {}" if full else "{}, scaled down from {}"
+    decoder, images = FULL if full else SMALLEST if quick else SCALED_DOWN
+    scaled = "" if full else ", scaled down"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    yield from workloads_of(what, shapes, device, dtype)
-
-
-def workloads_of(what: str, shapes: Shapes, device: str, dtype: torch.dtype) -> Iterator[Workload]:
-    """Yield the models in these shapes; ``what`` is filled with a model and what it is made of."""
-    yield from _decoder(what.format("decoder", "GPT-2 small"), shapes[0], device, dtype)
-    yield from _convolutions(what.format("convolutions", "ResNet-50"), shapes[1], device, dtype)
-    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
-    perceptron = "tiny perceptron: 3 layers of 64, batch 32, float32"
-    yield from _both(perceptron, network, x, lambda scores: scores.square().mean())
-
-
-def _decoder(what: str, shape: DecoderShape, device: str, dtype: torch.dtype) -> Iterator[Workload]:
-    """Yield a decoder in training, and in inference of one token more."""
-    size, batch, length = shape
-    what += (
-        f": {size.layers} layers of {size.width}, {size.vocabulary:,} words, batch {batch}, "
-        f"{length} tokens, {str(dtype).removeprefix('torch.')}"
+    yield from _decoder(f"decoder of the shape of GPT-2 small{scaled}", *decoder, device, dtype)
+    yield from _convolutions(
+        f"convolutions of the shape of ResNet-50{scaled}", *images, device, dtype
     )
+    network, x = Perceptron().to(device), torch.randn(32, 64, device=device)
+    yield from _both(
+        "perceptron of 3 layers of 64", network, x, lambda scores: scores.square().mean()
+    )
+
+
+def _decoder(  # noqa: PLR0917 - a shape
+    what: str, size: DecoderSize, batch: int, length: int, device: str, dtype: torch.dtype
+) -> Iterator[Workload]:
+    """Yield a decoder in training, and in inference of one token more."""
     model = Decoder(size).to(device, dtype)
     ids = torch.randint(size.vocabulary, (batch, length), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
@@ -144,14 +123,15 @@ def _decoder(what: str, shape: DecoderShape, device: str, dtype: torch.dtype) ->
     yield Workload(what, "inference of a token", token, (ids[:, :1], position), None)
 
 
-def _convolutions(
-    what: str, shape: ConvolutionsShape, device: str, dtype: torch.dtype
+def _convolutions(  # noqa: PLR0917 - a shape
+    what: str,
+    depths: tuple[int, ...],
+    channels: int,
+    batch: int,
+    side: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> Iterator[Workload]:
-    depths, channels, batch, side = shape
-    what += (
-        f": stages of {', '.join(map(str, depths))} blocks, {channels} channels, batch {batch}, "
-        f"{side} x {side} pixels, {str(dtype).removeprefix('torch.')}"
-    )
     network = Convolutions(depths, channels).to(device, dtype)
     images = torch.randn(batch, 3, side, side, device=device, dtype=dtype)
     classes = torch.randint(1000, (batch,), device=device)
@@ -168,129 +148,75 @@ def _both(what: str, network: nn.Module, x: torch.Tensor, loss: Call) -> Iterato
     yield Workload(what, "inference", lambda x: network(x), (x,), None)  # noqa: PLW0108
 
 
-class Contest:
-    """One workload, eager or compiled, prepared in every scope; rounds can be added to it."""
-
-    def __init__(self, workload: Workload, setting: Setting, *, compiled: bool) -> None:
-        self.setting = setting
-        mode = "compiled" if compiled else "eager"
-        self.names = {"what": workload.what, "phase": workload.phase, "mode": mode}
-        device, backend = setting.device, "eager" if setting.quick else "inductor"
-        self.variants: list[Variant] = []
-        self.graphs: dict[str, int] = {}
-        self.peaks: dict[str, int] = {}
-        here = [name for name in SCOPES if device == "cpu" or name != NOT_ON_A_GPU]
-        for name in QUICK_SCOPES if setting.quick else here:
-            with SCOPES[name]():
-                before = graphs_compiled()
-                step = workload.prepared(backend if compiled else None)
-                self.graphs[name] = graphs_compiled() - before
-                on_gpu = device == "cuda"
-                self.peaks[name] = peak_bytes(step) if on_gpu else counted(step, device).peak_bytes
-            self.variants.append(Variant(name, step, SCOPES[name]))
-        self.calls = calls_for(self.variants[0].step, setting.block_seconds(0.03), device)
-        self.seconds: dict[str, list[float]] = {name: [] for name in self.graphs}
-        self.again = 0
-
-    def add(self, rounds: int) -> None:
-        """Measure so many rounds more."""
-        before, done = graphs_compiled(), len(self.seconds[NOTHING])
-        found = take_turns(self.variants, rounds, self.calls, self.setting.device, first=done)
-        for name, times in found.items():
-            self.seconds[name] += times
-        self.again += graphs_compiled() - before
-
-    def is_narrow(self) -> bool:
-        """Whether every interval is as narrow as the target."""
-        intervals = ratios(self.seconds, NOTHING).values()
-        return all(each.high - each.low <= NARROW for each in intervals)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row for each scope, with all rounds so far."""
-        for name, interval in ratios(self.seconds, NOTHING).items():
-            more = self.peaks[name] - self.peaks[NOTHING]
-            aimed = self.setting.device == "cuda" and name in TARGETS
-            none = {"target": None, "verdict": None}
-            yield {
-                **self.names,
-                "scope": name,
-                "device": self.setting.device,
-                "n": len(self.seconds[name]),
-                "calls": self.calls,  # steps in a block, of which a round's time is the mean
-                "nothing_ms": Spread.of([1e3 * value for value in self.seconds[NOTHING]]),
-                "scope_ms": Spread.of([1e3 * value for value in self.seconds[name]]),
-                "ratio": interval,
-                "graphs": self.graphs[name],  # compiled in this scope before the rounds
-                # By all scopes together during the rounds; 0 if none disturbs another.
-                "compiled_again": self.again,
-                "peak_bytes": self.peaks[name],
-                "more_bytes": more,
-                **(judged(TARGETS[name], interval, more) if aimed else none),
-            }
-
-
-def judged(allowed: float, ratio: Interval, more_bytes: int) -> dict[str, str]:
-    """Return what was aimed at on a GPU, in time and memory, and whether it is reached."""
-    if more_bytes > 0:
-        verdict = f"missed: {more_bytes} bytes more at the peak"
-    elif ratio.high <= allowed:
-        verdict = "reached"
-    elif ratio.holds_one:
-        verdict = "reached: not distinguishable from nothing"
-    elif ratio.median <= allowed:
-        verdict = "reached by the median; the interval goes beyond"
-    else:
-        verdict = f"missed: {100 * (ratio.median - allowed):.2f} % more than it allows"
-    target = f"at most {100 * (allowed - 1):.3g} % more time, and not one byte"
-    return {"target": target, "verdict": verdict}
-
-
 def run(setting: Setting) -> Results:
-    """Measure every workload; with ``--seconds`` until its intervals are narrow.
-
-    Eager ones come first, and then what compiles quickest; what is known already is left out.
-    """
-    stream, rows = setting.stream, list[dict[str, Any]]()
-    timed = stream.seconds is not None
-    models = list(workloads(setting.device, quick=setting.quick))
-    pairs = [(model, False) for model in models] + [(model, True) for model in models[::-1]]
-    known = {(row["what"], row["phase"], row["mode"] == "compiled") for row in stream.known("rows")}
-    for number, (workload, compiled) in enumerate(pairs, start=1):
-        if (workload.what, workload.phase, compiled) in known:
-            continue
-        if stream.time_is_up():
-            break
-        contest = Contest(workload, setting, compiled=compiled)
-        contest.add(FIRST_ROUNDS if timed else setting.rounds)
-        while timed and not contest.is_narrow() and stream.elapsed() < number / len(pairs):
-            contest.add(MORE_ROUNDS)
-        rows += setting.kept(contest.rows())
-        torch.compiler.reset()
+    """Measure every step with every guard; eager ones come first."""
+    backend = "eager" if setting.quick else "inductor"
+    rows = list[dict[str, Any]]()
+    for mode in ("eager", "compiled"):
+        for each in workloads(setting.device, quick=setting.quick):
+            rows += _measured(each, mode, backend if mode == "compiled" else None, setting)
+            torch.compiler.reset()
     return {"rows": rows}
 
 
+def _measured(
+    workload: Workload, mode: str, backend: str | None, setting: Setting
+) -> list[dict[str, Any]]:
+    plain = workload.prepared(backend)
+
+    def comparisons() -> Iterator[Comparison]:
+        for guard, scope in scopes(quick=setting.quick).items():
+            with scope():
+                before = graphs_compiled()
+                step = workload.prepared(backend)
+                graphs = graphs_compiled() - before
+            compiled = f", {graphs} graphs" if backend else ""
+            yield Comparison(
+                f"{workload.what}; {workload.phase}, {mode}; {guard}",
+                f"{workload.what}; {workload.phase}, {mode}{compiled}",
+                {"plain": plain, "step": step},
+                "plain()",
+                "step()",
+                scope,
+            )
+
+    return measure(comparisons(), setting, block_seconds=0.03)
+
+
+def by_guard(record: Row, device: str) -> list[Row]:
+    """Return a row for each guard, with its ratio in every step."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in of_device(record, "rows", device):
+        *step, guard = row["id"].split("; ")
+        each = found.setdefault(guard, {"guard": guard, "worst": 0.0})
+        model = step[0].split()[0]
+        each[f"{model}, {step[1]}"] = row["ratio"]["median"]
+        each["worst"] = max(each["worst"], row["ratio"]["median"])
+    return list(found.values())
+
+
+_STEPS = [
+    f"{model}, {phase}, {mode}"
+    for mode in ("eager", "compiled")
+    for model, phases in (
+        ("decoder", ("training", "inference of a token")),
+        ("convolutions", ("training", "inference")),
+        ("perceptron", ("training", "inference")),
+    )
+    for phase in phases
+]
+STEPS = Table(
+    {"guard": "{guard}", "worst": "{worst:.2f}"} | {step: f"{{{step}:.2f}}" for step in _STEPS},
+    lead="A step's time with the guard installed over that of PyTorch alone, medians of {n} rounds "
+    "in which both take turns. The guard none is PyTorch twice.",
+    rows=by_guard,
+)
+
 BENCHMARK = Benchmark(
     "end_to_end",
-    "How much longer does a whole step take, of training and of inference, with the guards on?",
+    "How much longer does a whole step take, of training and of inference, with a guard on?",
     run,
-    rounds=101,
+    rounds=51,
     quick_rounds=2,
-    tables=(
-        Table(
-            {
-                "model": "{what}",
-                "step": "{phase}, {mode}",
-                "with": "{scope}",
-                "nothing takes": "{nothing_ms.median:.4g} ms",
-                "longer": "{ratio.median:change}",
-                "95 %": "[{ratio.low:change}, {ratio.high:change}]",
-                "memory": "{more_bytes:+d} B",
-                "compiled again": "{compiled_again}",
-                "target": AIM,
-            },
-            lead="The ratio is that of a round, the scope's time over that of nothing in the same "
-            "round, with the 95 % interval of a bootstrap of the median. An interval that holds 0 "
-            "found no difference. Memory is what a step needs more at its peak.",
-        ),
-    ),
+    tables=(STEPS,),
 )

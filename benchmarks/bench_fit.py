@@ -1,4 +1,4 @@
-"""Waste of ``Buckets.fit`` against the rules in use elsewhere, and how long planning takes.
+"""Waste of ``Buckets.fit`` against the rules in use elsewhere.
 
 Every rule gets the maxima of batches of 16 from one half of the lengths and is judged on those of
 the other half; the longest length is known to all. Batches are not drawn: their distribution is
@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import ast
 import io
-import itertools
 import statistics
 import sysconfig
-import time
-import timeit
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +26,11 @@ from numpy.typing import NDArray
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
 from torchguard.bucketing.buckets import Buckets
-from torchguard.bucketing.fit import Cost
 from torchguard.bucketing.histogram import Observed, batch_maxima, observe
 
 BATCH = 16
 COUNTS = (4, 8, 16)
-COSTS: tuple[Cost, ...] = ("linear", "quadratic")
+SHOWN = 8
 Lengths = NDArray[np.int64]
 
 
@@ -90,7 +86,7 @@ RULES = (
 )
 
 
-def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Buckets]:
+def ladders(seen: Observed, top: int, count: int) -> dict[str, Buckets]:
     """Return so many buckets, up to the largest size, by each rule."""
     below = 1 << (top - 1).bit_length() - 1
     wanted = np.arange(1, count) / count
@@ -109,72 +105,51 @@ def ladders(seen: Observed, top: int, count: int, cost: Cost) -> dict[str, Bucke
         parts(seen.weights * seen.sizes),
         Buckets.geometric(step, top, count, multiple_of=step),
         Buckets.geometric(int(seen.sizes[0]), top, count, multiple_of=8),
-        Buckets.fit(histogram, count, cost=cost, maximum=top),
+        Buckets.fit(histogram, count, maximum=top),
     )
     return dict(zip(RULES, found, strict=True))
 
 
 def compare(kind: str, lengths: Lengths, splits: int) -> Iterator[dict[str, Any]]:
-    """Yield one row per cost and count: every rule's held-out waste."""
+    """Yield one row per count: every rule's held-out waste."""
     top = int(lengths.max())
     halves = []
     for split in range(splits):
         shuffled = np.random.default_rng(split).permutation(lengths)
         parts = np.split(shuffled, [len(shuffled) // 2])
         halves.append([batch_maxima(part, BATCH, "bench_fit") for part in parts])
-    for cost, count in itertools.product(COSTS, COUNTS):
+    for count in COUNTS:
         waste: dict[str, list[float]] = {rule: [] for rule in RULES}
         for first, second in halves:
-            for rule, ladder in ladders(observe(first, kind), top, count, cost).items():
-                waste[rule].append(100 * ladder.waste(second, cost))
+            for rule, ladder in ladders(observe(first, kind), top, count).items():
+                waste[rule].append(100 * ladder.waste(second))
         means = {rule: statistics.fmean(values) for rule, values in waste.items()}
         yield {
             "kind": kind,
             "n": len(lengths),
-            "cost": cost,
             "count": count,
             "waste_percent": {rule: round(mean, 2) for rule, mean in means.items()},
         }
 
 
-def planning_times(repeats: int) -> list[dict[str, Any]]:
-    """Return the processor time of planning, the least of several runs."""
-    random = np.random.default_rng(0)
-    drawn = random.lognormal(6, 1, 1_000_000 - 8192).clip(1, 8192).astype(np.int64)
-    sizes = np.concatenate((drawn, np.arange(1, 8193)))
-    listed = sizes.tolist()
-    spread = random.permutation(1_000_000) + 1
-    cases: dict[str, Callable[[], Any]] = {
-        "1,000,000 sizes, 8,192 distinct, 16 buckets": lambda: Buckets.fit(sizes, 16),
-        "the same, quadratic": lambda: Buckets.fit(sizes, 16, cost="quadratic"),
-        "the same, a function": lambda: Buckets.fit(sizes, 16, cost=lambda size: size**1.5),
-        "the same, from a list": lambda: Buckets.fit(listed, 16),
-        "the same, maxima of batches of 16": lambda: Buckets.fit(sizes, 16, batch_size=16),
-        "1,000,000 sizes, all distinct, 16 buckets": lambda: Buckets.fit(spread, 16),
-    }
-    rows = []
-    for what, plan in cases.items():
-        least = min(timeit.repeat(plan, timer=time.process_time, repeat=repeats, number=1))
-        rows.append({"what": what, "n": repeats, "processor_seconds": round(least, 4)})
-    return rows
-
-
 def run(setting: Setting) -> Results:
-    """Compare the rules, and time the planner."""
-    splits, repeats = (1, 1) if setting.quick else (4, 5)
+    """Compare the rules."""
+    splits = 1 if setting.quick else 4
     kinds = lengths_of_kinds(quick=setting.quick)
     rows = [row for kind, lengths in kinds.items() for row in compare(kind, lengths, splits)]
-    return {"splits": splits, "rows": rows, "planning_times": planning_times(repeats)}
+    return {"splits": splits, "rows": setting.kept(rows)}
 
 
 def _shown(record: Row, _: str) -> list[Row]:
     """Return the rows of the page: all are too many."""
-    return [row for row in record["rows"] if (row["cost"], row["count"]) == ("linear", 8)]
+    return [
+        row for row in record["rows"] if row["count"] == SHOWN and row.get("cost") != "quadratic"
+    ]
 
 
 BENCHMARK = Benchmark(
     "fit",
-    "How much do the buckets of `Buckets.fit` waste against other rules, and how long is planning?",
+    "How much do the buckets of `Buckets.fit` waste against other rules?",
     run,
     rounds=1,
     devices=("cpu",),
@@ -185,10 +160,6 @@ BENCHMARK = Benchmark(
             lead="Held-out waste in percent of the useful cost, 8 buckets, linear cost, "
             "the maxima of batches of 16; the mean of {splits} random halves.",
             rows=_shown,
-        ),
-        Table(
-            {"planning": "{what}", "processor time": "{processor_seconds:.3f} s"},
-            rows="planning_times",
         ),
     ),
 )

@@ -16,18 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.bench_transaction import held_bytes
-from benchmarks.harness import Comparison, Target, installed, measure
+from benchmarks.harness import Comparison, Target, held_bytes, installed, measure
 from benchmarks.models import Bottleneck
 from benchmarks.program import Benchmark, Case, Results, Setting
 from torchguard import uninstall
 
 STEP = "net(batch).sum().backward(); net.zero_grad()"
 NOT_TO_BE_SEEN = Target(1.01)
-WHY = (
-    "of each block the guard reads the states of Python's and numpy's generators twice, looks "
-    "through the modules and copies the buffers: the row of a single block has its time"
-)
 guarded = installed("recompute")
 
 
@@ -83,10 +78,10 @@ def comparisons(device: str, *, quick: bool) -> Iterator[Comparison]:
         batch = torch.randn(shape, device=device, requires_grad=True)
         names: dict[str, Any] = {"net": Checkpointed(make()).to(device), "batch": batch}
         off = f"{what}, guard off both times"
-        yield Comparison(f"{name}-off-against-off", off, names, STEP, STEP, why=WHY)
+        yield Comparison(f"{name}-off-against-off", off, names, STEP, STEP)
         target = None if name == "block" else NOT_TO_BE_SEEN
         on = f"{what}, guard on"
-        yield Comparison(f"{name}-guard", on, names, STEP, STEP, guarded, target=target, why=WHY)
+        yield Comparison(f"{name}-guard", on, names, STEP, STEP, guarded, target=target)
 
 
 def memory(setting: Setting) -> Iterator[Case]:

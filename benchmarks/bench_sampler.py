@@ -12,9 +12,6 @@ The rules, as their documentation states them:
   https://huggingface.co/docs/transformers/main_classes/trainer
 - torchdata: its ``BucketBatcher``: in random order, pools of 100 batches sorted by length.
   https://docs.pytorch.org/data/0.6/generated/torchdata.datapipes.iter.BucketBatcher.html
-- lhotse: its ``DynamicBucketingSampler``: 10 buckets of equal total length, 20,000 items
-  buffered, of which a batch takes as many from one bucket as a sum of lengths allows.
-  https://lhotse.readthedocs.io/en/latest/datasets.html
 """
 
 from __future__ import annotations
@@ -59,34 +56,10 @@ def _in_pools(pool: Callable[[int, int], int]) -> Rule:
     return rule
 
 
-def _bucketed(lengths: Lengths, size: float, random: np.random.Generator) -> Batches:
-    buckets, buffered = 10, 20_000
-    ordered = np.sort(lengths)
-    shares = ordered.cumsum() / ordered.sum()
-    edges = ordered[np.searchsorted(shares, np.arange(1, buckets) / buckets)]
-    stream = iter(random.permutation(lengths).tolist())
-    waiting: list[list[int]] = [[] for _ in range(buckets)]
-    batches = []
-    for length in (next(stream) for _ in range(min(buffered, len(lengths)))):
-        waiting[int(np.searchsorted(edges, length))].append(length)
-    while any(waiting):
-        # A bucket that holds a whole batch, where one does; else one that holds anything.
-        ready = [each for each in waiting if sum(each) >= size] or [e for e in waiting if e]
-        bucket = ready[random.integers(len(ready))]
-        batch = [bucket.pop()]
-        while bucket and sum(batch) + bucket[-1] <= size:
-            batch.append(bucket.pop())
-        batches.append(np.array(batch))
-        for length in (each for each, _ in zip(stream, batch, strict=False)):
-            waiting[int(np.searchsorted(edges, length))].append(length)
-    return batches
-
-
 RULES: dict[str, Rule] = {
     "random": lambda lengths, size, random: _cut(random.permutation(lengths), round(size)),
     "transformers": _in_pools(lambda count, items: max(1, min(count // (items * 4), 50))),
     "torchdata": _in_pools(lambda *_: 100),
-    "lhotse": _bucketed,
 }
 
 
@@ -97,7 +70,7 @@ def padded(batches: Batches, to: Callable[[int], int]) -> NDArray[np.int64]:
 
 def tuned(rule: Rule, lengths: Lengths, tokens: float) -> float:
     """Find the size with which a step has so many padded tokens in the mean."""
-    low, high = 1.0, 2.0 * tokens if rule is _bucketed else 2.0 * tokens / float(lengths.mean())
+    low, high = 1.0, 2.0 * tokens / float(lengths.mean())
     for _ in range(10):
         size = math.sqrt(low * high)
         batches = rule(lengths, size, np.random.default_rng(99))

@@ -1,17 +1,14 @@
-"""A training step within ``transaction`` against the plain loop; and every operator of it failing.
+"""A training step within ``transaction`` against the plain loop.
 
 A state of ResNet-50's size (161 parameters, 159 buffers), so small that the step itself takes
-little; beside it a deep copy of both state dicts before each step, as people do today.
-
-The table of faults is counted (tests/support/fault_injection.py). ``--faults table`` counts AdamW
-with AMP; ``pairs`` adds cases in which each pair of values occurs; ``all`` takes an hour.
+little; next to it a deep copy of both state dicts before each step, as people do today. What a
+failed step leaves behind is counted by the tests (``tests/transactions``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,25 +16,14 @@ import torch
 from torch import nn
 
 import torchguard
-from benchmarks.harness import AddedTarget, Comparison, measure
+from benchmarks.harness import AddedTarget, Comparison, held_bytes, measure
 from benchmarks.models import resnet_sized
-from benchmarks.program import Benchmark, Case, Results, Setting
+from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Table
-from support import fault_injection as faults
 
 CHANNELS = 4
 AT_MOST = AddedTarget(200)
-WAYS = {
-    "nothing": faults.nothing,
-    "zero_grad": faults.zero_grad,
-    "zero_grad, scaler reset": faults.composer,
-    "copy of everything": faults.deep_copy,
-    "transaction": faults.transaction,
-}
-ON_A_GPU = 4  # every so-many-th operator fails there, where minutes are few
 KINDS = ("fused", "foreach")
-FAULTS = ("table", "pairs", "all")
-RESTORES = {"copy of everything", "transaction"}
 PLAIN_LOOP = "net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()"
 
 
@@ -54,47 +40,27 @@ def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def steps(device: str) -> Iterator[Comparison]:
-    """Compare steps that succeed."""
+    """Compare steps that succeed; the plain loop trains a network of its own."""
     for name in KINDS:
-        net, optimizer = trained(name, device)
-        names = {"net": net, "optimizer": optimizer, "deep_copies": deep_copies}
-        names["batch"] = torch.randn(2, CHANNELS, 1, 1, device=device)
-        names["step"] = torchguard.transaction(net, optimizer)
-        what = f"161 parameters, 159 buffers, AdamW({name}=True)"
-        yield Comparison(
-            f"transaction-{name}",
-            what,
-            names,
-            PLAIN_LOOP,
-            f"with step: {PLAIN_LOOP}",
-            target=AT_MOST if name == "fused" else None,
-            why="each of 320 tensors is asked for memory, version, gradient and flags, 50 ns each",
-        )
-        yield Comparison(
-            f"deepcopy-{name}",
-            f"{what}, state dicts copied before each step",
-            names,
-            PLAIN_LOOP,
-            f"deep_copies(net, optimizer); {PLAIN_LOOP}",
-        )
-
-
-def held_bytes(function: Callable[[], object], device: str) -> int:
-    """Return how many bytes of tensors a call allocates on a device and does not free."""
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        kept = function()
-        held = torch.cuda.memory_allocated() - before
-    else:
-        with torch.profiler.profile(profile_memory=True) as profile:
-            kept = function()
-        held = sum(each.self_cpu_memory_usage for each in profile.key_averages())
-    del kept
-    return held
+        for way in ("transaction", "deepcopy"):
+            net, optimizer = trained(name, device)
+            plain, plain_optimizer = trained(name, device)
+            batch = torch.randn(2, CHANNELS, 1, 1, device=device)
+            loop = {"net": net, "optimizer": optimizer, "batch": batch, "deep_copies": deep_copies}
+            loop |= {"plain": plain, "plain_optimizer": plain_optimizer}
+            before = PLAIN_LOOP.replace("net(", "plain(").replace("optimizer.", "plain_optimizer.")
+            if way == "transaction":
+                loop["step"] = torchguard.transaction(net, optimizer)
+                after = f"with step: {PLAIN_LOOP}"
+            else:
+                after = f"deep_copies(net, optimizer); {PLAIN_LOOP}"
+            target = AT_MOST if (way, name) == ("transaction", "fused") else None
+            what = f"{way}: 161 parameters, 159 buffers, AdamW({name}=True)"
+            yield Comparison(f"{way}-{name}", what, loop, before, after, target=target)
 
 
 def memory(name: str, device: str) -> dict[str, int]:
-    """Count what a block holds when its optimizer has stepped, beside what a deep copy holds."""
+    """Count what a block holds when its optimizer has stepped, next to what a deep copy holds."""
     net, optimizer = trained(name, device)
     step = torchguard.transaction(net, optimizer)
     for _ in range(2):  # the second block finds the optimizer's state, and what is kept
@@ -108,65 +74,27 @@ def memory(name: str, device: str) -> dict[str, int]:
     return {"held": held, "deepcopy": copied, "buffers": sum(each.nbytes for each in net.buffers())}
 
 
-def chosen(how: str, device: str) -> list[faults.Case]:
-    """Return the cases of ``--faults``."""
-    table = [faults.Case("AdamW", kind, amp=True, device=device) for kind in ("loop", "fused")]
-    every = list(faults.every_case(device))
-    return {"table": table, "pairs": [*table, *faults.covering(every)], "all": every}[how]
-
-
-def counted(setting: Setting) -> Iterator[Case]:
-    """Yield each case with each way of cleaning up: how its fault points end is counted."""
-    every = 256 if setting.quick else 1 if setting.device == "cpu" else ON_A_GPU
-
-    def found(case: faults.Case, name: str) -> dict[str, Any]:
-        restores = name in RESTORES
-        ended = faults.count(case, WAYS[name], restores=restores, every=every)
-        return {**asdict(ended), "examples": ended.examples[:5] if restores else []}
-
-    for case in chosen(setting.options.faults, setting.device):
-        for name in WAYS:
-            yield {"case": str(case), "way": name}, partial(found, case, name)
-
-
 def run(setting: Setting) -> Results:
-    """Measure every row, and count the faults."""
+    """Measure every row, and count the bytes."""
     device = setting.device
     held = (({"what": f"AdamW({name}=True)"}, partial(memory, name, device)) for name in KINDS)
     return {
         "rows": measure(steps(device), setting, block_seconds=0.2),
         "memory": setting.collect(held, "memory"),
-        "faults": setting.collect(counted(setting), "faults"),
     }
 
 
 BENCHMARK = Benchmark(
     "transaction",
-    "What does a training step within `transaction` cost, and what does a failed one leave behind?",
+    "What does a training step within `transaction` cost?",
     run,
     rounds=25,
-    options={"--faults": {"choices": FAULTS, "default": "table", "help": "default: %(default)s"}},
     tables=(
         Table(),
         Table(
             lead="Bytes of tensors that a block holds on the device when its optimizer has "
-            "stepped. On a CPU random states are 5056 of them; the rest is buffers, and without a "
-            "fused optimizer parameters and state.",
+            "stepped.",
             rows="memory",
-        ),
-        Table(
-            {
-                "cleaned up by": "{way}",
-                "training": "{case}",
-                "fault points": "{points}",
-                "wrong": "{wrong}",
-                "raises again": "{stuck}",
-                "counts": "{committed}",
-            },
-            lead="Each operator of a step raises, once before and once after it has run; then the "
-            "same batch is tried again. Wrong: something differs from a run that never failed. "
-            "Counts: the failure came after the optimizer's step, which is not tried again.",
-            rows="faults",
         ),
     ),
 )

@@ -1,29 +1,30 @@
-"""Measures two ways of doing the same thing against each other.
+"""Measures two ways of doing the same thing against each other, with ``torch.utils.benchmark``.
 
 A round times a block of calls of the baseline and a block of the guarded statement, and the next
 round the other way round. A busy moment of the machine hits both, so the ratio and the difference
-of a round are steadier than the two times; their median over all rounds is what counts. A block is
-timed in pieces and the fastest counts, because other programs can only add time.
+of a round are steadier than the two times: their median over all rounds is what counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import timeit
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch.utils.benchmark import Timer
 
 import torchguard
-from benchmarks.clocks import on_both_clocks
 from benchmarks.program import Setting
-from benchmarks.spread import Interval, Spread
 
+# Calls after which the interpreter has adapted: entering a scope makes it forget what it knew.
+# Timer's own warm-up, a hundredth of the block, is too short for that.
 _ADAPTED_AFTER = 100
-_PIECES = 5
+_PIECES = 5  # of a block; the fastest counts, because other programs can only add time
 
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -31,6 +32,33 @@ Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 def installed(*guards: Any) -> Scope:
     """Return the scope of guards, which are installed also where torch has no need of them."""
     return partial(torchguard.install, *guards, only_if_needed=False)
+
+
+def of_its_own(function: Any) -> Any:
+    """Return a copy that Dynamo, which keeps its decisions with the code, compiles for itself."""
+    code, defaults = function.__code__.replace(), function.__defaults__
+    copy: Any = FunctionType(
+        code, function.__globals__, function.__name__, defaults, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of all rounds and the quartiles around it."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Summarise one number per round."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(*(float(f"{value:.5g}") for value in (median, q1, q3)))
 
 
 Pairs = Sequence[tuple[float, float]]
@@ -52,16 +80,11 @@ class Target:
         return after / before
 
     def verdict(self, pairs: Pairs) -> str:
-        """Say whether the median reaches it, or what was measured, and whether that is noise."""
-        found = [self.of(before, after) for before, after in pairs]
-        median, interval = Spread.of(found).median, Interval.of(found)
-        if median <= self.most:
+        """Say whether the median reaches it, or what was measured, with its quartiles."""
+        found = Spread.of([self.of(before, after) for before, after in pairs])
+        if found.median <= self.most:
             return "reached"
-        missed = f"missed: {median:.3g} {self.unit}"
-        if interval.low > self.most:
-            return missed
-        shown = f"95 % interval {interval.low:.3g} to {interval.high:.3g}"
-        return f"{missed} ({shown}: the target lies in it)"
+        return f"missed: {found.median:.3g} {self.unit} [{found.q1:.3g}, {found.q3:.3g}]"
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,6 @@ class Comparison:
     scope: Scope = contextlib.nullcontext
     """Entered once around a block of guarded calls, so that entering is not timed."""
 
-    baseline_scope: Scope = contextlib.nullcontext
     calls: int = 1
     """How many calls of the operation one statement makes; times are per call."""
 
@@ -97,17 +119,10 @@ class Comparison:
     """What both statements also do (make the tensor); timed in each round and taken off."""
 
     target: Target | None = None
-    why: str = ""
-    """Where the time goes, for a row that misses its target."""
 
 
-def compared(pairs: Pairs, target: Target | None = None, why: str = "") -> dict[str, Any]:
-    """Summarise the rounds of two sides: times in nanoseconds per call, and the target's verdict.
-
-    A GPU's row has ``host`` besides: what the host alone takes to call and not to wait. The other
-    times are then of CUDA events.
-    """
-    verdict = None if target is None else target.verdict(pairs)
+def compared(pairs: Pairs, target: Target | None = None) -> dict[str, Any]:
+    """Summarise the rounds of two sides: nanoseconds per call, and the target's verdict."""
     return {
         "n": len(pairs),
         "baseline_ns": Spread.of([before for before, _ in pairs]),
@@ -115,81 +130,70 @@ def compared(pairs: Pairs, target: Target | None = None, why: str = "") -> dict[
         "added_ns": Spread.of([after - before for before, after in pairs]),
         "ratio": Spread.of([after / before for before, after in pairs]),
         "target": None if target is None else str(target),
-        "verdict": verdict,
-        "why": why if why and verdict not in {None, "reached"} else None,
+        "verdict": None if target is None else target.verdict(pairs),
     }
 
 
 def measure(
-    comparisons: Iterable[Comparison], setting: Setting, *, block_seconds: float
+    comparisons: Iterable[Comparison], setting: Setting, *, block_seconds: float, part: str = "rows"
 ) -> list[dict[str, Any]]:
     """Measure every comparison, one after the other: a row for each."""
-    seconds = setting.block_seconds(block_seconds)
+    seconds = 2e-4 if setting.quick else block_seconds
     cases = (({"id": each.id}, partial(_measure, each, setting, seconds)) for each in comparisons)
-    return setting.collect(cases)
+    return setting.collect(cases, part)
 
 
 class _Timed:
     """A statement, ready to be timed: a block runs inside its scope, warmed up there."""
 
-    def __init__(self, statement: str, scope: Scope, names: Mapping[str, Any], device: str) -> None:
+    def __init__(self, statement: str, scope: Scope, names: Mapping[str, Any]) -> None:
+        # On a GPU it waits for the device at both ends of a block.
         self._timer = Timer(statement, globals=dict(names))
-        self._call = timeit.Timer(statement, globals=dict(names))
-        self._scope, self._device = scope, device
+        self._scope = scope
 
-    def seconds(self, block: int) -> tuple[float, float]:
-        """Return the time of one statement, and on a GPU the host's."""
+    def seconds(self, block: int) -> float:
+        """Return the time of one statement."""
         pieces = _PIECES if block >= _PIECES else 1
-        calls = block // pieces
         with self._scope():
-            if self._device == "cuda":
-                self._call.timeit(max(1, min(_ADAPTED_AFTER, block)))
-                timed = [on_both_clocks(lambda: self._call.timeit(calls)) for _ in range(pieces)]
-                hosts, devices = zip(*timed, strict=True)
-                return min(devices) / calls, min(hosts) / calls
-            # The interpreter adapts to what it calls, and entering the scope has changed that.
-            # Timer's own warm-up, a hundredth of the block, is too short for it to adapt again.
             if block > _ADAPTED_AFTER:
                 self._timer.timeit(max(_ADAPTED_AFTER, block // 10))
-            return min(self._timer.timeit(calls).median for _ in range(pieces)), 0.0
+            return min(self._timer.timeit(block // pieces).median for _ in range(pieces))
 
 
 def _measure(comparison: Comparison, setting: Setting, block_seconds: float) -> dict[str, Any]:
-    device, rounds = setting.device, setting.rounds
     sides = [
-        (comparison.baseline, comparison.baseline_scope),
+        (comparison.baseline, contextlib.nullcontext),
         (comparison.guarded, comparison.scope),
+        *([(comparison.making, contextlib.nullcontext)] if comparison.making else []),
     ]
-    if comparison.making:
-        sides.append((comparison.making, contextlib.nullcontext))
-    timed = [_Timed(*side, comparison.names, device) for side in sides]
-    block = _block(timed[0], block_seconds)
-    found: list[list[tuple[float, float]]] = [[] for _ in timed]
-    for number in range(rounds):
+    timed = [_Timed(*side, comparison.names) for side in sides]
+    once = timed[0].seconds(1)
+    once = timed[0].seconds(max(1, min(1000, int(block_seconds / 10 / once))))
+    block = max(1, int(block_seconds / once))
+    found: list[list[float]] = [[] for _ in timed]
+    for number in range(setting.rounds):
         turns = [*zip(found, timed, strict=True)]
         for times, side in turns if number % 2 == 0 else turns[::-1]:
-            times.append(side.seconds(block))
-    calls = comparison.calls
-    seconds, hosts = ([[1e9 * each[i] / calls for each in side] for side in found] for i in (0, 1))
-    before, after, making = [*seconds, [0.0] * rounds][:3]
+            times.append(1e9 * side.seconds(block) / comparison.calls)
+    before, after, making = [*found, [0.0] * setting.rounds][:3]
     pairs = [(a - part, b - part) for a, b, part in zip(before, after, making, strict=True)]
-    row = {
+    return {
         "what": comparison.what,
         "baseline": comparison.baseline,
         "guarded": comparison.guarded,
-        "block": block,
-        **compared(pairs, comparison.target, comparison.why),
+        **compared(pairs, comparison.target),
     }
-    if comparison.making:
-        row["making_ns"] = Spread.of(making)
+
+
+def held_bytes(function: Callable[[], object], device: str) -> int:
+    """Return how many bytes of tensors a call allocates on a device and does not free."""
     if device == "cuda":
-        host = compared(list(zip(hosts[0], hosts[1], strict=True)))
-        row["host"] = {name: host[name] for name in ("baseline_ns", "guarded_ns", "added_ns")}
-    return row
-
-
-def _block(timed: _Timed, block_seconds: float) -> int:
-    """Choose how many statements take about ``block_seconds``."""
-    once = timed.seconds(1)[0]
-    once = timed.seconds(max(1, min(1000, int(block_seconds / 10 / once))))[0]
-    return max(1, int(block_seconds / once))
+        before = torch.cuda.memory_allocated()
+        kept = function()
+        held = torch.cuda.memory_allocated() - before
+    else:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            kept = function()
+        held = sum(each.self_cpu_memory_usage for each in profile.key_averages())
+    del kept
+    return held

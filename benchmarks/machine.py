@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.clocks import gpu_facts
-
 ROOT = Path(__file__).resolve().parent.parent
+
+_QUERY = (
+    "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw",
+    "persistence_mode", "utilization.gpu",
+)  # fmt: skip
 
 # What mallopt(3) calls them: blocks got from the system one by one, and how much is kept.
 _M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
@@ -49,6 +52,17 @@ def context(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
         "load_average_at_start": _load_average(),
         **({"gpu_at_start": gpu} if gpu else {}),
     }
+
+
+def gpu_facts() -> dict[str, str]:
+    """Ask the driver for its version and the clocks; empty where there is no ``nvidia-smi``."""
+    line = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=20)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    return dict(zip(_QUERY, values, strict=False))
 
 
 def keep_freed_memory() -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +15,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.clocks import gpu_facts
-from benchmarks.machine import context
+from benchmarks.machine import context, gpu_facts
 from benchmarks.stream import NO_GPU, Stream, text
 from benchmarks.tables import Table
+
+MOST_LOAD = 0.5
+"""The load average up to which a machine counts as quiet."""
 
 Results = Mapping[str, Any]
 """The parts of a record, by name: lists of results, or facts."""
@@ -40,10 +41,6 @@ class Setting:
 
     stream: Stream = field(default_factory=Stream)
     """Takes each result as soon as it is there, and says when time is up."""
-
-    def block_seconds(self, usual: float) -> float:
-        """Return how long a block of calls shall take: as usual, or a moment."""
-        return 2e-4 if self.quick else usual
 
     def kept(self, rows: Iterable[dict[str, Any]], part: str = "rows") -> list[dict[str, Any]]:
         """Return the results, each written to the stream and shown as soon as it is there.
@@ -97,9 +94,6 @@ class Benchmark:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What it alone takes: arguments of ``add_argument`` by the option's name."""
 
-    afterwards: Callable[[dict[str, Any]], None] = lambda _: None
-    """Adds to a record what all of its results show together."""
-
     tables: tuple[Table, ...] = ()
     """How the page shows its records; empty: each list in a record as it is."""
 
@@ -143,27 +137,36 @@ class Benchmark:
             torch.set_num_threads(self.threads)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         for device in devices:
-            self._run(device, options, list(arguments))
+            self._run(device, options, list(arguments), parser)
         return 0
 
-    def _run(self, device: str, options: argparse.Namespace, given: list[str]) -> None:
+    def _run(
+        self,
+        device: str,
+        options: argparse.Namespace,
+        given: list[str],
+        parser: argparse.ArgumentParser,
+    ) -> None:
         if options.lines is not None:  # a path of this machine, and no part of what was measured
             place = given.index("--lines")
             given = given[:place] + given[place + 2 :]
         head = {**context(self.name, given), "quick": options.quick}
+        if options.json is not None and not options.quick:
+            if str(head["revision"]).endswith("-dirty"):
+                parser.error("--json: a record is of a commit; commit the changed files first")
+            if (load := head["load_average_at_start"]) is not None and load >= MOST_LOAD:
+                print(f"load average {load}: not a quiet machine, do not commit the record")
         rounds = min(options.rounds, self.quick_rounds) if options.quick else options.rounds
         stream = Stream(options.lines, {**head, "device": device}, options.seconds)
         results = self.run(Setting(device, options.quick, rounds, options, stream))
         if device == "cuda":  # what it ran at, while it is still warm
             results = {**results, "gpu_at_end": gpu_facts()}
         stream.end(results)
-        record = json.loads(text({**head, **results}))
-        self.afterwards(record)
         path = options.json
         if path is not None and path.suffix != ".json":
             path /= f"{head['date'][:10]}-{self.name}-{device}.json"
         if path is not None:
-            write_record(path, record)
+            write_record(path, {**head, **results})
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

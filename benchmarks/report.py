@@ -1,26 +1,25 @@
-"""Writes ``docs/benchmarks.md``, its plots and figures of other pages from the committed records.
+"""Writes ``docs/benchmarks.md`` and figures of other pages from the committed records.
 
-``python -m benchmarks report`` writes; ``--check`` says what is out of date. A plot carries the
-digest of the record that it shows, so that an old one is found without drawing it again.
+``python -m benchmarks report`` writes; ``--check`` says what is out of date.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks import gpu
 from benchmarks.catalog import BENCHMARKS
 from benchmarks.machine import ROOT
-from benchmarks.plots import PLOTS, draw, shows
-from benchmarks.program import Benchmark, write_record
-from benchmarks.records import Record, committed, newest, of_device
+from benchmarks.program import MOST_LOAD, Benchmark, write_record
 from benchmarks.stream import records_of
-from benchmarks.tables import Table, described, filled, markdown
+from benchmarks.tables import Table, described, markdown, of_device
 
+RECORDS = ROOT / "benchmarks" / "records"
 PAGE = Path("docs", "benchmarks.md")
-IMAGES = Path("docs", "img")
 MISSING = {"cpu": "no record yet", "cuda": "not measured on a GPU yet"}
 
 _HEAD = """\
@@ -48,6 +47,33 @@ The command beside a record is that of its revision.
 """
 
 
+Record = dict[str, Any]
+
+
+def read_record(path: Path) -> Record:
+    """Read a record, and add the name of its file.
+
+    Raises:
+        ValueError: it was made with ``--quick``, so its figures mean nothing.
+    """
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    if record.get("quick", False):
+        raise ValueError(f"{path} was made with --quick, which shows only that the benchmark runs")
+    return {**record, "file": path.name}
+
+
+def committed(folder: Path = RECORDS) -> list[Record]:
+    """Read every record, oldest first: their names begin with the date."""
+    return [read_record(path) for path in sorted(folder.glob("*.json"))]
+
+
+def newest(records: list[Record], benchmark: str, device: str) -> Record | None:
+    """Return the newest record of a benchmark that has results of this device."""
+    of_it = (record for record in records if record["benchmark"] == f"bench_{benchmark}")
+    found = (record for record in of_it if of_device(record, "rows", device))
+    return max(found, key=lambda record: str(record["date"]), default=None)
+
+
 def page(records: list[Record]) -> str:
     """Return the page."""
     sections = [_HEAD.rstrip(), _overview(records)]
@@ -55,36 +81,9 @@ def page(records: list[Record]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def image(name: str, device: str) -> str:
-    """Return a plot's file name."""
-    return f"bench_{name}.png" if device == "cpu" else f"bench_{name}_{device}.png"
-
-
-def verdicts(record: Record, device: str) -> Iterator[tuple[str, str]]:
-    """Yield what was aimed at, with what became of it, for every result that has a target."""
-    for line in record.get("targets", []):
-        target, _, verdict = line.rpartition(": ")
-        yield target, verdict
-    for part in _parts(record):
-        for row in of_device(record, part, device):
-            if row.get("target") is not None and row.get("verdict") is not None:
-                names = ("what", "way", "id", "operator", "test")
-                named = next(str(row[name]) for name in names if row.get(name)).partition(":")[0]
-                rest = [row[name] for name in ("phase", "mode", "scope") if name in row]
-                yield f"{', '.join([named, *rest])}: {row['target']}", row["verdict"]
-
-
 def _parts(record: Record) -> list[str]:
-    return [name for name, part in record.items() if isinstance(part, list) and name != "targets"]
-
-
-def _is_reached(verdict: str) -> bool:
-    return verdict.startswith(("reached", "holds", "nothing lost"))
-
-
-def _count(record: Record, device: str) -> str:
-    found = [_is_reached(verdict) for _, verdict in verdicts(record, device)]
-    return f"{sum(found)} of {len(found)} targets reached" if found else ""
+    lists = {name: part for name, part in record.items() if isinstance(part, list)}
+    return [name for name, part in lists.items() if all(isinstance(row, dict) for row in part)]
 
 
 def _overview(records: list[Record]) -> str:
@@ -94,7 +93,7 @@ def _overview(records: list[Record]) -> str:
             return "the same" if device == "cuda" else "not asked"
         if record is None:
             return MISSING[device]
-        return ", ".join(filter(None, (record["date"][:10], _count(record, device))))
+        return str(record["date"][:10])
 
     rows = []
     for name, benchmark in BENCHMARKS.items():
@@ -122,19 +121,21 @@ def _section(benchmark: Benchmark, records: list[Record]) -> Iterator[str]:
         yield _source(record)
         if record.get("ended", "finished") != "finished":
             yield "Time was up before all of it was measured; what is here was."
-        found = verdicts(record, device)
-        missed = [f"- {what}: {verdict}" for what, verdict in found if not _is_reached(verdict)]
-        if count := _count(record, device):
-            yield f"{count}. Missed:" if missed else f"{count}."
-        if missed:
-            yield "\n".join(missed)
-        if benchmark.name in PLOTS:
-            yield f"![{benchmark.question}](img/{image(benchmark.name, device)})"
         yield _tables(benchmark.tables, record, device)
 
 
 def _source(record: Record) -> str:
-    return f"{described(record)} [Record](../benchmarks/records/{record['file']})."
+    address = f"{_address()}/blob/main/benchmarks/records/{record['file']}"
+    load = record["load_average_at_start"]
+    busy = "" if load is None or load < MOST_LOAD else " The machine was not quiet."
+    return f"{described(record)} [Record]({address}).{busy}"
+
+
+def _address() -> str:
+    """Return the repository's address: on a package index, relative links lead nowhere."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [found] = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)
+    return str(found)
 
 
 def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
@@ -145,77 +146,18 @@ def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
 # --- figures of other pages: what stands between two marks
 
 
-def _both(name: str) -> str:
-    return (
-        f"{{{name}.baseline_ns.median:time}} → {{{name}.guarded_ns.median:time}} "
-        f"({{{name}.ratio.median:times}})"
-    )
-
-
-_COSTS = f"""\
-| guard | what it stops | what it costs when nothing fails |
-| --- | --- | --- |
-| `safe_resize_()`, `safe_set_()`,<br>`install()` | a failed `resize_`, `resize_as_` or `set_` \
-leaves a shape without memory; growing a tensor in shared memory kills the process | `resize_` to \
-the same size {_both("same-size-install")}, growing by 64 MB and filling it \
-{_both("grow-64mb-fill")}; `set_` {_both("set-install")} |
-| `install("out")` | a failed `out=` call leaves its output with a shape that is not its own | \
-`torch.add` of 10 elements {_both("add-without-out")} without `out=`, {_both("add-with-out")} with |
-| `guarded()` | both, for every operation in a scope; and a half-written tensor that a later \
-backward would use | `a * b` {_both("guarded-plain")}, `a.copy_(b)` {_both("guarded-in-place")}; \
-entering the scope {{guarded-enter.added_ns.median:time}} |
-| `guarded(data=True)` | the same, and the old data comes back | what is about to be written is \
-copied first: `a.copy_(b)` of 1 MB {_both("guarded-data-1mb")} |
-| `rollback_on_error()` | a block of your own code that fails halfway | \
-{{rollback-small.added_ns.median:time}} per block and tensor; with `data=True` and 1 MB \
-{{rollback-data-1mb.added_ns.median:time}} |
-| `check_consistent()`, `repair_()` | a tensor that is spoiled already | nothing until you call it |
-| what no guard patches |  | nothing: with both installed, {{untouched.the_same_object:,}} of \
-{{untouched.attributes:,}} attributes of torch are the objects they were |
-"""
-
-
-def _costs(record: Record) -> str:
-    rows = {row["id"]: row for row in record["rows"] if row.get("device", "cpu") == "cpu"}
-    table = "\n".join(filled(line, {**record, **rows}) for line in _COSTS.splitlines())
-    return f"{table}\n\n{_source(record)}"
-
-
-def _step_calls(record: Record) -> str:
-    """Return the most that a step calls of a guard, and what that is of the host's time."""
-    worst = {}
-    for scope in ("install()", "install(), every guard"):
-        rows = [row for row in record["rows"] if row["scope"] == scope]
-        worst[scope] = max(row["count"] for row in rows), max(row["percent"] for row in rows)
-    (calls, percent), (all_calls, all_percent) = worst.values()
-    called = f"is called at most {calls} times, {percent:.2g} % of the host's time"
-    return (
-        "In steps of three models (training and inference, eager and compiled) what `install()` "
-        f"patches {called if calls else 'is never called'}; what all guards together patch is "
-        f"called at most {all_calls} times, which takes at most {all_percent:.2g} % of the host's "
-        f"time ([counted]({_address()}/blob/main/docs/benchmarks.md#host))."
-    )
-
-
-def _address() -> str:
-    """Return the repository's address: on a package index, relative links lead nowhere."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    [found] = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)
-    return str(found)
-
-
 def _as_a_section(record: Record) -> str:
     tables = BENCHMARKS[record["benchmark"].removeprefix("bench_")].tables
     return f"{_source(record)}\n\n{_tables(tables, record, 'cpu')}"
 
 
-FIGURES: tuple[tuple[str, str, str, Callable[[Record], str]], ...] = (
-    ("README.md", "whole steps", "host", _step_calls),
-    ("docs/guards.md", "costs", "resize", _costs),
-    ("docs/verified.md", "costs", "verified", _as_a_section),
-    ("docs/bucketed.md", "stream", "buckets", _as_a_section),
+FIGURES = (
+    ("README.md", "whole steps", "end_to_end"),
+    ("docs/guards.md", "costs", "resize"),
+    ("docs/verified.md", "costs", "verified"),
+    ("docs/bucketed.md", "stream", "buckets"),
 )
-"""A page, the mark in it, the benchmark whose newest record of a CPU is told of, and how."""
+"""A page, the mark in it, and the benchmark whose newest record of a CPU is shown there."""
 
 
 def rewritten(page: str, mark: str, text: str) -> str:
@@ -228,11 +170,13 @@ def rewritten(page: str, mark: str, text: str) -> str:
 def _figures(records: list[Record], to: Path) -> dict[Path, str]:
     """Return each page whose figures are not those of the records, as it should be."""
     pages: dict[Path, str] = {}
-    for name, mark, benchmark, write in FIGURES:
+    for name, mark, benchmark in FIGURES:
         record = newest(records, benchmark, "cpu")
-        if record is not None and (to / name).exists():
+        if (to / name).exists():
             old = pages.get(Path(name)) or (to / name).read_text(encoding="utf-8")
-            pages[Path(name)] = rewritten(old, mark, write(record))
+            missing = f"Not measured yet: `python -m benchmarks run {benchmark}` makes the record."
+            new = missing if record is None else _as_a_section(record)
+            pages[Path(name)] = rewritten(old, mark, new)
     return {name: text for name, text in pages.items() if text != (to / name).read_text("utf-8")}
 
 
@@ -257,37 +201,24 @@ def take_in(results: Path, folder: Path) -> list[Path]:
         begun = [row for row in record.pop("begun", []) if row["operator"] not in done]
         if begun:
             record["unfinished"] = begun
-        BENCHMARKS[name].afterwards(record)
         to = folder / f"{record['date'][:10]}-{name}-{device}.json"
         write_record(to, record)
         written.append(to)
     return written
 
 
-def _plots(records: list[Record]) -> Iterator[tuple[Path, str, Record, str]]:
-    """Yield every plot of the page: its file, of which benchmark and record, for which device."""
-    for name in PLOTS:
-        for device in BENCHMARKS[name].devices:
-            record = newest(records, name, device)
-            if record is not None:
-                yield IMAGES / image(name, device), name, record, device
-
-
 def main(folder: Path, to: Path = ROOT, *, check: bool = False) -> int:
-    """Write the page, its plots and other pages' figures; or 1 if one of them is out of date."""
+    """Write the page and other pages' figures; or 1 if one of them is out of date."""
     records = committed(folder)
-    texts, plots = {PAGE: page(records), **_figures(records, to)}, list(_plots(records))
+    texts = {PAGE: page(records), **_figures(records, to)}
     if check:
         written = {path: (to / path).read_text("utf-8") for path in texts if (to / path).exists()}
         stale = [path for path, text in texts.items() if written.get(path) != text]
-        stale += [path for path, _, record, _ in plots if not shows(to / path, record)]
         for path in stale:
             print(f"{path} does not say what the records say: run python -m benchmarks report")
         return int(bool(stale))
     for path, text in texts.items():
         (to / path).parent.mkdir(parents=True, exist_ok=True)
         (to / path).write_text(text, encoding="utf-8")
-    for path, name, record, device in plots:
-        draw(name, record, device, to / path)
-    print(f"{', '.join(map(str, texts))} and {len(plots)} plots: from {len(records)} records")
+    print(f"{', '.join(map(str, texts))}: from {len(records)} records")
     return 0

@@ -1,9 +1,9 @@
 """Results of a record as a Markdown table: each column is a template over a row.
 
-    Table({"": "{what}", "per call": "{baseline_ns.median:time}", "target": AIM})
+    Table({"": "{what}", "per call": "{baseline_ns.median:time}"})
 
 ``{ratio.median:times}`` looks ``median`` up in the row's ``ratio``. Beside Python's own format
-specifications there are ``time`` (nanoseconds), ``bytes``, ``times``, ``listed`` and ``counted``.
+specifications there are ``time`` (nanoseconds), ``bytes``, ``times``, ``change``, ``percent``.
 A cell is empty where the row lacks one of its values or has None there, and a column that is empty
 in every row is left out. In the first column a value stands once for the rows that share it.
 """
@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.records import of_device
-
 Row = Mapping[str, Any]
 
-AIM = "{target}: {verdict}"
 _TEMPLATE = string.Formatter()
 _KIB = 1024
+
+
+def of_device(record: Row, part: str, device: str) -> list[Row]:
+    """Return a part's results for one device; those that name none are the CPU's."""
+    return [row for row in record.get(part, []) if row.get("device", "cpu") == device]
 
 
 def _time(nanoseconds: float) -> str:
@@ -41,23 +43,12 @@ def _bytes(number: int) -> str:
     return f"{number} B"
 
 
-def _counted(numbers: Mapping[str, Any]) -> str:
-    """``2 `aten::mul`, 1 `aten::add```; a count of counts names the outer ones too."""
-    return "; ".join(
-        f"{name}: {_counted(number)}" if isinstance(number, Mapping) else f"{number} `{name}`"
-        for name, number in numbers.items()
-    )
-
-
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "time": _time,
     "bytes": _bytes,
     "times": lambda ratio: f"{ratio:.2f} times",
     "change": lambda ratio: f"{100 * (ratio - 1):+.2f} %",
     "percent": lambda share: f"{100 * share:.0f} %",
-    "listed": lambda values: " → ".join(map(str, values)),
-    "counted": _counted,
-    "yes": lambda value: "yes" if value else "no",
 }
 
 
@@ -112,11 +103,9 @@ class Table:
         first = next(iter(cells.values()))
         first[1:] = ["" if one == other else other for one, other in itertools.pairwise(first)]
         kept = [heading for heading, column in cells.items() if any(column)]
-        notes = dict.fromkeys(row["why"] for row in rows if row.get("why"))
         parts = [
             filled(self.lead, {**record, "n": rows[0].get("n")}),
             markdown(kept, zip(*(cells[heading] for heading in kept), strict=True)),
-            "\n".join(f"- Where a target is missed: {note}." for note in notes),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -132,8 +121,6 @@ COMPARISONS = {
     "against": "`{guarded}`",
     "per call": "{baseline_ns.median:time} → {guarded_ns.median:time}",
     "ratio [quartiles]": "{ratio.median:times} [{ratio.q1:.3g}, {ratio.q3:.3g}]",
-    "more on the host": "{host.added_ns.median:time}",
-    "target": AIM,
 }
 """Of what ``harness.measure`` returns: the medians of rounds in which both sides took turns."""
 

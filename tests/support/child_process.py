@@ -26,7 +26,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT = 240
+LIMIT = 400
 """Seconds after which a program is ended."""
 
 _LIMITED = f"import faulthandler; faulthandler.dump_traceback_later({LIMIT}, exit=True)\n"

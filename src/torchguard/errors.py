@@ -79,7 +79,7 @@ class ReplicasDisagreeError(TorchGuardError, RuntimeError):
 
 
 class ReadOnlyMemoryError(TorchGuardError, RuntimeError):
-    """Raised with ``readonly="raise"`` when a tensor would share read-only memory."""
+    """Raised by ``torch.asarray(copy=False)`` when a tensor would share read-only memory."""
 
 
 class SharedViewError(TorchGuardError, RuntimeError):

@@ -125,51 +125,20 @@ def test_a_writable_array_is_shared_as_before(door: str, installed: None) -> Non
     assert shares == (door not in with_torch)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, "array") for name in ("from_numpy", "as_tensor", "asarray", "from_dlpack")),
-        *((name, "buffer") for name in ("asarray", "frombuffer")),
-    ],
-)
-def test_helpers_need_no_install(name: str, kind: str) -> None:
-    helper: Callable[..., torch.Tensor] = getattr(numpy_memory, name)
-    memory: Any = np.zeros(3, np.uint8) if kind == "array" else bytearray(3)
-    options = {} if kind == "array" else {"dtype": torch.uint8}
-    helper(memory, **options).fill_(7)
-    assert bytes(memory) == b"\7\7\7"
-    frozen = read_only(memory, "plain") if kind == "array" else bytes(memory)
-    helper(frozen, **options).fill_(0)
-    assert bytes(frozen) == b"\7\7\7"
-    with pytest.raises(torchguard.errors.ReadOnlyMemoryError, match=name):
-        helper(frozen, readonly="raise", **options)
-    torch.set_warn_always(True)  # torch's own, that the tensor can write, comes once in a process
-    try:
-        with pytest.warns(UserWarning, match="is a copy") as caught:
-            helper(frozen, readonly="warn", **options)
-    finally:
-        torch.set_warn_always(False)
-    assert [warning.filename for warning in caught] == [__file__]
-    with pytest.raises(ValueError, match="readonly is 'no'"):
-        helper(frozen, readonly="no", **options)
-
-
-def test_asarray_that_must_not_copy() -> None:
+def test_asarray_that_must_not_copy(installed: None) -> None:
     array = np.zeros(3)
-    assert numpy_memory.asarray(array, copy=False).data_ptr() == array.ctypes.data
+    assert torch.asarray(array, copy=False).data_ptr() == array.ctypes.data
     array.flags.writeable = False
     for obj in (array, memoryview(b"123")):
-        with pytest.raises(torchguard.errors.ReadOnlyMemoryError):
-            numpy_memory.asarray(obj, copy=False)
+        with pytest.raises(torchguard.errors.ReadOnlyMemoryError, match="asarray"):
+            torch.asarray(obj, copy=False, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("readonly", ["raise", "warn"])
-def test_asarray_that_copies_anyway(readonly: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_asarray_that_copies_anyway(installed: None, recwarn: pytest.WarningsRecorder) -> None:
     array = np.zeros(3)
     array.flags.writeable = False
     for obj in (array, memoryview(bytes(array))):
-        copied = numpy_memory.asarray(obj, copy=True, readonly=readonly, dtype=torch.float64)
-        copied.fill_(7)
+        torch.asarray(obj, copy=True, dtype=torch.float64).fill_(7)
     assert array.tolist() == [0, 0, 0]
     assert not recwarn.list
 
@@ -335,10 +304,9 @@ def test_an_array_that_goes_leaves_the_note_of_another(installed: None) -> None:
 @pytest.mark.parametrize("scalar", [np.float64(3.5), np.int32(4), np.bool_(1), np.complex64(1j)])
 def test_asarray_of_a_numpy_scalar_is_its_value(scalar: Any, installed: None) -> None:
     """Though it offers its bytes as a read-only buffer."""
-    for readonly in ("copy", "raise"):
-        tensor = numpy_memory.asarray(scalar, readonly=readonly)
-        assert tensor.dtype == torch.from_numpy(np.array(scalar)).dtype
-        assert tensor.item() == torch.asarray(scalar).item() == scalar.item()
+    tensor = torch.asarray(scalar)
+    assert tensor.dtype == torch.from_numpy(np.array(scalar)).dtype
+    assert tensor.item() == scalar.item()
 
 
 def test_asarray_of_a_read_only_buffer_that_offers_dlpack(installed: None) -> None:

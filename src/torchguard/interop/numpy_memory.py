@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,85 +22,7 @@ from torchguard._events import record
 from torchguard._torch import extent, patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
-ReadOnly = Literal["copy", "raise", "warn"]
-
-
-def from_numpy(array: np.ndarray[Any, Any], *, readonly: ReadOnly = "copy") -> torch.Tensor:
-    """Return a tensor that shares memory with an array, or a copy where that is read-only.
-
-    Equals ``torch.from_numpy(array)`` for arrays that may be written to.
-
-    Args:
-        array: of any shape.
-        readonly: what a read-only array gives: ``"copy"``, ``"warn"`` (a copy, with a warning)
-            or ``"raise"``.
-
-    Raises:
-        ReadOnlyMemoryError: the array is read-only, with ``readonly="raise"``.
-        ValueError: ``readonly`` is none of these.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/46741
-    """
-    return _call("torch.from_numpy", (array,), {}, readonly)
-
-
-def as_tensor(data: Any, *args: Any, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
-    """Equals ``torch.as_tensor(data, ...)``; for read-only arrays see :func:`from_numpy`."""
-    return _call("torch.as_tensor", (data, *args), options, readonly)
-
-
-def asarray(obj: Any, *, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
-    """Equals ``torch.asarray(obj, ...)``; for read-only memory see :func:`from_numpy`.
-
-    ``copy=False`` asks for shared memory, so read-only memory raises then.
-    """
-    return _call("torch.asarray", (obj,), options, readonly)
-
-
-def from_dlpack(
-    ext_tensor: Any, *args: Any, readonly: ReadOnly = "copy", **options: Any
-) -> torch.Tensor:
-    """Equals ``torch.from_dlpack(ext_tensor)``; for read-only arrays see :func:`from_numpy`."""
-    return _call("torch.from_dlpack", (ext_tensor, *args), options, readonly)
-
-
-def frombuffer(buffer: Any, *, readonly: ReadOnly = "copy", **options: Any) -> torch.Tensor:
-    """Return a 1-D tensor over a buffer, which can't be closed while the tensor lives.
-
-    Equals ``torch.frombuffer(buffer, dtype=..., ...)`` for buffers that may be written to, but
-    ``close()``, ``clear()`` or ``resize()`` of the buffer raises ``BufferError`` as long as a
-    tensor looks at it; with torch's own the tensor is left with memory that is free. For
-    read-only buffers see :func:`from_numpy`.
-    """
-    return _call("torch.frombuffer", (buffer,), options, readonly)
-
-
-def _call(path: str, args: tuple[Any, ...], options: dict[str, Any], readonly: str) -> torch.Tensor:
-    name = path.rpartition(".")[2]
-    if readonly not in get_args(ReadOnly):
-        raise ValueError(
-            f"{name}: readonly is {readonly!r}, expected "
-            f"{' or '.join(map(repr, get_args(ReadOnly)))}"
-        )
-    tensor: torch.Tensor = _CONVERSIONS[path](patch.original(path), readonly)(*args, **options)
-    return tensor
-
-
 # ---- from memory of others to a tensor ----
-
-
-def _refuse_or_warn(name: str, readonly: str) -> None:
-    if readonly == "raise":
-        raise ReadOnlyMemoryError(
-            f"{name}: the memory is read-only, and a tensor can always be written to; pass a copy"
-        )
-    record("copied_on_write", "numpy", f"{name}: read-only memory was copied")
-    if readonly == "warn":
-        warnings.warn(
-            f"{name}: the memory is read-only, so the tensor is a copy of it",
-            UserWarning,
-            stacklevel=5,  # the caller of from_numpy() and the other functions above
-        )
 
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -115,15 +37,14 @@ def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.copy(order="K")
 
 
-def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+def _guard_array(original: Callable[..., Any]) -> Callable[..., Any]:
     """Guard a function whose first argument may be an array: from_numpy, as_tensor, from_dlpack."""
-    array_type, name = np.ndarray, original.__name__
-    keyword = "ext_tensor" if name == "from_dlpack" else "data"
+    array_type = np.ndarray
+    keyword = "ext_tensor" if original.__name__ == "from_dlpack" else "data"
 
     def guarded(*args: Any, **options: Any) -> Any:
         data = args[0] if args else options.get(keyword)
         if isinstance(data, array_type) and not data.flags.writeable:
-            _refuse_or_warn(name, readonly)
             copied = _copy(data)
             if args:
                 args = (copied, *args[1:])
@@ -134,7 +55,7 @@ def _guard_array(original: Callable[..., Any], readonly: str = "copy") -> Callab
     return guarded
 
 
-def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+def _guard_asarray(original: Callable[..., Any]) -> Callable[..., Any]:
     array_type = np.ndarray
     copied_by_torch = (torch.Tensor, np.generic)  # a scalar of numpy is a read-only buffer as well
 
@@ -144,8 +65,11 @@ def _guard_asarray(original: Callable[..., Any], readonly: str = "copy") -> Call
         is_array = isinstance(obj, array_type)
         if obj.flags.writeable if is_array else not _is_read_only_buffer(obj):
             return original(obj, **options)
-        if not options.get("copy"):
-            _refuse_or_warn("asarray", "raise" if options.get("copy") is False else readonly)
+        if options.get("copy") is False:
+            raise ReadOnlyMemoryError(
+                "asarray: the memory is read-only, and a tensor can always be written to; leave "
+                "copy=False out, or pass a copy"
+            )
         if is_array:
             return original(_copy(obj), **options)
         if hasattr(obj, "__dlpack__"):  # torch asks for it first, and does not warn
@@ -163,7 +87,7 @@ def _is_read_only_buffer(obj: Any) -> bool:
         return False
 
 
-def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> Callable[..., Any]:
+def _guard_frombuffer(original: Callable[..., Any]) -> Callable[..., Any]:
     def frombuffer(buffer: Any, **options: Any) -> Any:
         try:
             # torch releases the buffer at once and keeps the object: this one holds an export.
@@ -174,7 +98,6 @@ def _guard_frombuffer(original: Callable[..., Any], readonly: str = "copy") -> C
             view = np.asarray(buffer).view(f"V{buffer.itemsize}").data  # datetime64 has no format
         if not view.readonly:
             return original(view, **options)
-        _refuse_or_warn("frombuffer", readonly)
         count, offset = options.get("count", -1), options.get("offset", 0)
         try:
             # Of a large file that is mapped, only the bytes that the tensor has.

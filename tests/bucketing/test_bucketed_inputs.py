@@ -85,7 +85,7 @@ class TestInputs:
         linear = nn.Linear(2, 2)
 
         def project(x: torch.Tensor) -> Any:
-            return linear(x), x.shape[0]
+            return (linear(x),)
 
         wrapped = wrap(project, buckets=[1, 4], fill={"x": fill}, compile={"backend": backend})
         for length in (0, 1, 2, 1, 0, 4):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchguard.bucketing.fit import Cost, costs_of
-from torchguard.bucketing.histogram import Observed, positive_integer
+from torchguard.bucketing.histogram import positive_integer
 
 _Integers = NDArray[np.int64]
 
@@ -116,18 +116,6 @@ def count_steps(
         moved = 0 if is_end else left
     total = sum(n * each * price for n, each, price in zip(counts, full, prices, strict=True))
     return Steps(tuple(rows), tuple(counts), tuple(ends), total)
-
-
-def epoch_of(
-    sizes: Sequence[int], observed: Observed, tokens: int, cost: Cost, operation: str
-) -> Steps:
-    """Return the steps of an epoch over the items observed, on one rank."""
-    places = np.searchsorted(sizes, observed.sizes)
-    items = np.bincount(places, observed.weights, len(sizes)).round().astype(int).tolist()
-    rows = full_batches(
-        sizes, items, tokens=tokens, batch_size=None, cost=cost, operation=operation
-    )
-    return count_steps(items, rows, costs_of(sizes, cost, operation).tolist())
 
 
 def draw_steps(

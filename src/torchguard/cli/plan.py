@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, total_cost
-from torchguard.bucketing.fit import best_ladders
+from torchguard.bucketing.fit import best_ladders, costs_of
 from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
-from torchguard.bucketing.steps import epoch_of
+from torchguard.bucketing.steps import Steps, count_steps, full_batches
 from torchguard.cli import interrupted, positive_int, write
 from torchguard.cli.sizes import FORMATS, read_sizes
 from torchguard.errors import SaveError
@@ -118,7 +120,7 @@ def _report(
     lines += ["", f"{len(buckets)} buckets: {' '.join(map(str, buckets))}"]
     lines.append(f"waste: {_percent(waste)} ({options.cost} cost)")
     if options.tokens is not None:
-        epoch = epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
+        epoch = _epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
         used = zip(epoch.rows, buckets, epoch.counts, strict=True)
         shapes = ", ".join(f"{rows} x {size}" for rows, size, count in used if count)
         wasted = _percent(epoch.cost / useful - 1)
@@ -139,6 +141,18 @@ def _report(
         waste = ladder.waste(seen, options.cost)
         lines.append(f"  {rule:<15} {_percent(waste):>7}  ({in_use} buckets in use)")
     return lines
+
+
+def _epoch_of(
+    sizes: tuple[int, ...], observed: Observed, tokens: int, cost: Any, operation: str
+) -> Steps:
+    """Return the steps of an epoch over the items observed, on one rank."""
+    places = np.searchsorted(sizes, observed.sizes)
+    items = np.bincount(places, observed.weights, len(sizes)).round().astype(int).tolist()
+    rows = full_batches(
+        sizes, items, tokens=tokens, batch_size=None, cost=cost, operation=operation
+    )
+    return count_steps(items, rows, costs_of(sizes, cost, operation).tolist())
 
 
 def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:

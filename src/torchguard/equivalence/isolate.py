@@ -112,10 +112,6 @@ def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 # ---- undo what a function writes ----
 
 
-Observers = Mapping[str, Callable[[str, Any, Any], None]]
-"""What is called with an operator's arguments before it runs, by its name, in place or not."""
-
-
 class UndoMutations(TorchDispatchMode):
     """A scope whose mutations of memory from outside can be undone, and that is deterministic.
 
@@ -126,9 +122,8 @@ class UndoMutations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, observers: Observers | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observers = observers or {}
         self.operators: set[str] = set()
         """The names of the operators that ran."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -142,9 +137,6 @@ class UndoMutations(TorchDispatchMode):
             return func(*args, **kwargs)
         schema = schema_of(func)
         self.operators.add(schema.name)
-        base = schema.name.rpartition("::")[2].rstrip("_")
-        if base in self.observers:
-            self.observers[base](base, args, kwargs)
         given = _tensors((*args, *kwargs.values()))
         self._copy_what_is_written(schema, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -260,7 +252,6 @@ def run_undoing_mutations(
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
-    observers: Observers | None = None,
 ) -> Outcome:
     """Call a function that may have a state of its own, and send a gradient backward.
 
@@ -274,15 +265,13 @@ def run_undoing_mutations(
         names: what messages call the leaves, by position.
         modules: those the function may change.
         held: returns tensors besides parameters that were there before the run.
-        observers: of the operators of the function, not of its backward.
     """
-    watch = UndoMutations(observers)
+    watch = UndoMutations()
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
             with watch, _OperandsFirst():
                 returned = function(*given.args, **given.kwargs)
-            watch.observers = {}
             structure, outputs = read(returned)
             tensors = [each.value for each in outputs if isinstance(each.value, torch.Tensor)]
             gradients: dict[Hashable, Gradient] = {}

@@ -158,17 +158,6 @@ class Spec:
                     f"it {alike[0]!r}?"
                 )
 
-    def unread(self) -> str:
-        """Return a hint about masks and lengths that only ``**kwargs`` takes; empty without any."""
-        found = [(what, name) for name, what in self._made().items() if name not in self.explicit]
-        if not found or not self.explicit or self.var_keyword is None:
-            return ""
-        what, name = found[0]
-        return (
-            f". {what} names {name!r}, which the function takes as one of **{self.var_keyword} "
-            f"only: if nothing reads it there, name one of {', '.join(sorted(self.explicit))}"
-        )
-
     def _made(self) -> dict[str, str]:
         """Return the option that names each argument that is made, by argument."""
         lengths = dict.fromkeys(self.lengths.values(), "lengths")

@@ -10,11 +10,12 @@ Shapes: B batch, T the size of an axis.
 from __future__ import annotations
 
 import inspect
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MemberDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -102,12 +103,8 @@ class Narrow(NamedTuple):
         return cls(dim, 0 if side == "right" else padded - length, length)
 
 
-class Slices(NamedTuple):
-    """What to take of an output, by index of its leaves."""
-
-    steps: tuple[tuple[int, tuple[Narrow, ...]], ...] = ()
-    numbers: tuple[tuple[int, int, int], ...] = ()
-    """Integers that are sizes: padded, and what they really are."""
+Slices: TypeAlias = tuple[tuple[int, tuple[Narrow, ...]], ...]
+"""What to take of an output, by index of its leaves."""
 
 
 # ---- in every call ----
@@ -124,16 +121,12 @@ def slice_output(plan: Plan, whole: Any) -> Any:
         slices = plan.slices.get(whole.shape)
         if slices is None:
             return UNKNOWN
-        return _slice(whole, slices.steps[0][1]) if slices.steps else whole
+        return _slice(whole, slices[0][1]) if slices else whole
     leaves, key = _flatten(whole)
     slices = plan.slices.get(key)
     if slices is None:
         return UNKNOWN
-    for index, padded, real in slices.numbers:
-        if leaves[index] != padded:
-            return UNKNOWN  # a state is in it besides the size
-        leaves[index] = real
-    for index, steps in slices.steps:
+    for index, steps in slices:
         leaves[index] = _slice(leaves[index], steps)
     return unflatten(leaves, whole)
 
@@ -191,7 +184,7 @@ class OutputShapes(NamedTuple):
         if padded:
             kind = kind_of(whole)
             whole = self.slice(plan, call, whole)
-            narrows |= dict(plan.slices[kind].steps)
+            narrows |= dict(plan.slices[kind])
         output = FlatOutput.of(whole)
         found = [Output(leaf) for leaf in output.leaves]
         for index, leaf in enumerate(output.leaves) if masks else ():
@@ -202,34 +195,29 @@ class OutputShapes(NamedTuple):
 
     def slices(self, plan: Plan, call: Call, output: FlatOutput) -> Slices:
         """Find out what of an output like this one, not sliced, is real."""
-        if all(
-            leaf.dim() == 0 if isinstance(leaf, torch.Tensor) else type(leaf) is not int
-            for leaf in output.leaves
-        ):
-            return Slices()
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in output.leaves):
+            return ()
         side = plan.side
         declared = self.spec.options["outputs"]
         if declared is not None:
-            return Slices(_declared_steps(declared, output, plan.sizes, plan.buckets, side))
+            return _declared_steps(declared, output, plan.sizes, plan.buckets, side)
         # 0 and 1 are sizes of their own kind: torch's own code asks for them.
         if min(plan.sizes.values()) >= 2:  # noqa: PLR2004
             slices = self._derived(plan, call, output)
             if slices is not None:
                 return slices
         try:
-            runs = [self._run_without_data(plan, call, {})]
-            if any(type(leaf) is int for leaf in output.leaves):
-                runs += [self._run_without_data(plan, call, {}, padded=True) for _ in range(2)]
+            run = self._run_without_data(plan, call, {})
         except Exception as error:
             if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
                 slices = self._derived(plan, call, output, unconditionally=True)
                 if slices is not None:
                     return slices
-            raise self._unknown(output, error) from error
+            raise self._unknown(plan, output, error) from error
         try:
-            return _measured(runs, output, side)
+            return _measured(run, output, side)
         except ValueError as error:
-            raise self._unknown(output, error) from error
+            raise self._unknown(plan, output, error) from error
 
     def _derived(
         self, plan: Plan, call: Call, output: FlatOutput, *, unconditionally: bool = False
@@ -243,14 +231,12 @@ class OutputShapes(NamedTuple):
             return None
         padded, real = found
         # The formula is of one way through the function: a branch on data may take another.
-        for leaf, expected, wanted in zip(output.leaves, padded, real, strict=True):
+        for leaf, expected in zip(output.leaves, padded, strict=True):
             if isinstance(leaf, torch.Tensor) and tuple(leaf.shape) != expected:
-                return None
-            if type(leaf) is int and leaf != expected != wanted:
                 return None
         if any(isinstance(each, tuple) and min(each, default=0) < 0 for each in real):
             return None
-        return _slices_to(output.leaves, padded, real, plan.side)
+        return _slices_to(output.leaves, real, plan.side)
 
     def _formula(self, plan: Plan, call: Call, output: FlatOutput) -> ShapeFormula | None:
         """Return how outputs depend on the sizes, in this bucket; None if torch can't tell."""
@@ -269,12 +255,9 @@ class OutputShapes(NamedTuple):
                 formulas[key] = None
         return formulas[key]
 
-    def _run_without_data(
-        self, plan: Plan, call: Call, hints: AxisSizes, *, padded: bool = False
-    ) -> ShapeFormula:
-        """Run the function on tensors without data, at real or padded sizes or with symbols."""
-        as_padded = padded or bool(hints)
-        extras: dict[str, Any] = dict(plan.extras) if as_padded else real_extras(self.spec, plan)
+    def _run_without_data(self, plan: Plan, call: Call, hints: AxisSizes) -> ShapeFormula:
+        """Run the function on tensors without data, at the real sizes or with symbols."""
+        extras: dict[str, Any] = dict(plan.extras) if hints else real_extras(self.spec, plan)
         # A mask is as long as the axis it masks, so its size is a symbol, too.
         masks = {
             argument: mask_axes(plan.inputs, mask, extras[argument])
@@ -289,11 +272,7 @@ class OutputShapes(NamedTuple):
             SymbolicSizes(hints) as world,
         ):
             inputs = {
-                each.index: world.empty(
-                    each.padded(plan.buckets) if padded else each.shape,
-                    call.leaves[each.index],
-                    each.axes,
-                )
+                each.index: world.empty(each.shape, call.leaves[each.index], each.axes)
                 for each in plan.inputs
             }
             for name, axes in masks.items():
@@ -302,40 +281,38 @@ class OutputShapes(NamedTuple):
             output = FlatOutput.of(self.function(*args, **kwargs))
             return world.formula(output.leaves, output.paths)
 
-    def _unknown(self, output: FlatOutput, reason: Exception) -> ValueError:
+    def _unknown(self, plan: Plan, output: FlatOutput, reason: Exception) -> ValueError:
         """Return the error for an output that can't be sliced."""
         index, leaf = next(
             (index, leaf)
             for index, leaf in enumerate(output.leaves)
             if not isinstance(leaf, torch.Tensor) or leaf.dim()
         )
+        # PyTorch asks for a bug report where it is outputs= that is meant.
+        why = re.sub(r"[^.]*(issue|report|bug)[^.]*(\.|$)", "", str(reason).partition("\n")[0])
+        guess = {}
+        if isinstance(leaf, torch.Tensor) and output.paths == [()]:
+            axes = {size: axis for axis, size in plan.buckets.items()}
+            guess = {dim: axes[size] for dim, size in enumerate(leaf.shape) if size in axes}
+        typed = f", here perhaps outputs={guess}" if guess else ""
         shown = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
-        why = str(reason).partition("\n")[0] or type(reason).__name__
         return ValueError(
-            f"bucketed: how much of {output.label(index)} of {self.name} ({shown} "
-            f"after padding) is real can't be derived from the sizes of the inputs: {why}. Say it "
-            "in outputs=, in the structure of what it returns: {dim: axis} with an axis of "
-            f"{', '.join(self.spec.ladders)}, or a function of them for another length"
+            f"bucketed: how much of {output.label(index)} of {self.name} ({shown} after padding) "
+            f"is real can't be derived: say it in outputs={typed}. That is the structure of what "
+            f"it returns: {{dim: axis}} with an axis of {', '.join(self.spec.ladders)}, or a "
+            "function of them for another length. To derive it the function runs on tensors "
+            f"without data, which ended in {type(reason).__name__}: {why.strip()}"
         )
 
 
-def _measured(runs: Sequence[ShapeFormula], output: FlatOutput, side: Side) -> Slices:
-    """Slice to the sizes of a run at the real sizes, without data.
-
-    Where there are integers, two runs at the padded sizes say which of them are sizes.
-    """
-    if any(run.paths != output.paths for run in runs):
+def _measured(run: ShapeFormula, output: FlatOutput, side: Side) -> Slices:
+    """Slice to the sizes of a run at the real sizes, without data."""
+    found = run.at({}) if run.paths == output.paths else None
+    if run.paths != output.paths:
         raise ValueError("it returns another structure for the real sizes than for the padded ones")
-    found = [run.at({}) for run in runs]
-    sizes_of_runs = [each[0] for each in found if each is not None]
-    if len(sizes_of_runs) != len(runs):
+    if found is None:
         raise ValueError("a size depends on the data")
-    real, padded, again = sizes_of_runs[0], sizes_of_runs[-1], sizes_of_runs[len(runs) // 2]
-    # What differs at one size is no size: a counter, a random number.
-    real = [p if p != a else r for r, p, a in zip(real, padded, again, strict=True)]
-    for index, (leaf, sizes) in enumerate(zip(output.leaves, real, strict=True)):
-        if type(leaf) is int and leaf != padded[index] != sizes:
-            raise ValueError(f"{output.label(index)} depends on a size and on something else")
+    for index, (leaf, sizes) in enumerate(zip(output.leaves, found[0], strict=True)):
         if isinstance(leaf, torch.Tensor) and (
             not isinstance(sizes, tuple)
             or len(sizes) != leaf.dim()
@@ -345,26 +322,21 @@ def _measured(runs: Sequence[ShapeFormula], output: FlatOutput, side: Side) -> S
                 f"{output.label(index)} is {tuple(leaf.shape)} after padding, which has no part of "
                 f"the shape {sizes} it would have without"
             )
-    return _slices_to(output.leaves, padded, real, side)
+    return _slices_to(output.leaves, found[0], side)
 
 
-def _slices_to(
-    leaves: Sequence[Any], padded: Sequence[Any], real: Sequence[Any], side: Side
-) -> Slices:
-    steps, numbers = [], []
+def _slices_to(leaves: Sequence[Any], real: Sequence[Any], side: Side) -> Slices:
+    found = []
     for index, (leaf, sizes) in enumerate(zip(leaves, real, strict=True)):
         if isinstance(leaf, torch.Tensor):
-            changed = tuple(
-                Narrow(dim, 0 if side == "right" else leaf.shape[dim] - size, size)
+            steps = tuple(
+                Narrow.of(dim, size, leaf.shape[dim], side)
                 for dim, size in enumerate(sizes)
                 if size != leaf.shape[dim]
             )
-            if changed:
-                steps.append((index, changed))
-        # An integer that is the same for both sizes is no size: a counter of calls, say.
-        elif type(leaf) is int and isinstance(sizes, int) and sizes != padded[index]:
-            numbers.append((index, padded[index], sizes))
-    return Slices(tuple(steps), tuple(numbers))
+            if steps:
+                found.append((index, steps))
+    return tuple(found)
 
 
 # ---- what outputs= says ----
@@ -372,7 +344,7 @@ def _slices_to(
 
 def _declared_steps(
     declared: Any, output: FlatOutput, sizes: AxisSizes, buckets: AxisSizes, side: Side
-) -> tuple[tuple[int, tuple[Narrow, ...]], ...]:
+) -> Slices:
     """Return how ``outputs=`` says to slice each leaf, by its index."""
     found: list[tuple[int, tuple[Narrow, ...]]] = []
     for index, (leaf, path) in enumerate(zip(output.leaves, output.paths, strict=True)):

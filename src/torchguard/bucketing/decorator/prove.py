@@ -165,7 +165,7 @@ class _Checker:
                 for _ in self._runs([{}, fills] if fills else [None, {}], watch):
                     pass
         said = advice(self._shapes, self._case, fills)
-        raise PaddingLeakError(f"bucketed: {text}{watch.found}{said}{self._spec.unread()}")
+        raise PaddingLeakError(f"bucketed: {text}{watch.found}{said}")
 
     def _other_fills(self) -> list[Fills]:
         """Return what else to put into the padding: above all data, and below."""

@@ -213,6 +213,8 @@ class TestNoLeak:
         for mode in (FakeTensorMode(), torch.device("meta")):
             with mode:
                 assert wrapped(torch.ones(5, 3)).shape == (3,)
+                masked = in_time(lambda x, m: x * m, dims={"x": {1: "t"}}, mask="m")
+                assert masked(torch.ones(2, 8), torch.ones(2, 8)).shape == (2, 8)
         with pytest.raises(PaddingLeakError):
             wrapped(torch.ones(5, 3))
 

@@ -13,7 +13,8 @@
 ======================  =======================================================================
 
 A snapshot is an object with one method, ``restore()``. It restores in place: objects, tensors and
-storages keep their identity. It may be called several times, and touches only what differs.
+storages keep their identity, and containers that have not changed are not written. It may be called
+several times.
 ``rollback_on_error``, ``transaction``, ``safe_checkpoint``, ``load_state_dict`` and the checks of
 ``verified`` and ``bucketed`` say what they take snapshots of, and when they roll back.
 """

@@ -32,10 +32,10 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
     return _pytree.children(node)
 
 
-def walk(roots: Iterable[Any], into: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def walk(roots: Iterable[Any]) -> Iterator[Any]:
     """Yield everything inside containers, breadth first, each object once; no numbers and strings.
 
-    ``into`` says of an object that is not a container whether to go into its attributes.
+    A container that contains itself is walked once.
     """
     seen: set[int] = set()
     waiting = deque(roots)
@@ -50,8 +50,6 @@ def walk(roots: Iterable[Any], into: Callable[[Any], bool] | None = None) -> Ite
         inside = children(node)
         if inside is not None:
             waiting.extend(child for _, child in inside)
-        elif into is not None and into(node):
-            waiting.append(vars(node))
 
 
 _MOST = 1000
@@ -81,16 +79,12 @@ def may_hold_objects(container: Any) -> bool:
 
 def require_container(obj: object, name: str) -> None:
     """Raise a ``TypeError`` if :func:`tensors_in` looks for no tensors in ``obj``."""
-    if not isinstance(obj, Tensor) and not is_container(obj):
+    known = isinstance(obj, (Tensor, nn.Module, torch.optim.Optimizer))
+    if not known and children(obj) is None:
         raise TypeError(
             f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
             "or a dict, list, tuple or data class of these"
         )
-
-
-def is_container(obj: object) -> bool:
-    """Whether :func:`tensors_in` looks for tensors inside."""
-    return isinstance(obj, (nn.Module, torch.optim.Optimizer)) or children(obj) is not None
 
 
 def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, Tensor]]:

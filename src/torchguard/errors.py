@@ -51,6 +51,10 @@ class MiscompilationWarning(UserWarning):
     """A compiled graph did not do what eager does; the text says what runs instead."""
 
 
+class TrainingSetupWarning(UserWarning):
+    """A training is set up wrong: a parameter will not be trained, or a schedule runs twice."""
+
+
 @public
 class OverlapWarning(UserWarning):
     """An operation reads memory that it writes; names the line, and what to type."""

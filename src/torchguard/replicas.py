@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import itertools
 import operator
 import sys
 import zlib
@@ -19,8 +21,10 @@ from torchguard import _pytree
 from torchguard._events import record
 from torchguard._public import public
 from torchguard.errors import ReplicasDisagreeError
+from torchguard.training_setup import warn_of_parameters
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FIRST = 100  # calls, each of which compares
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -32,6 +36,7 @@ def replicas_agree(
     every: int = 100,
     group: Any = None,
     buffers: bool = False,
+    ignore: Iterable[str] = (),
 ) -> Replicas:
     """Compare the copies of parameters and optimizer state that ranks hold.
 
@@ -48,12 +53,17 @@ def replicas_agree(
     Args:
         model: the module, wrapped or not.
         optimizer: one, or several, whose state and options are compared by ``agree()``.
-        every: compare in the first call and in each ``every``-th after it.
+        every: compare in each of the first 100 calls, and in each ``every``-th after them.
         group: of the ranks that hold the same plain tensors; None or True for the default one.
         buffers: compare buffers too.
+        ignore: names of parameters and buffers that each rank has a part of, sharded by code of
+            your own; ``*`` stands for any text: ``ignore=["blocks.*.column.weight"]``.
+
+    Warns with a :class:`~torchguard.errors.TrainingSetupWarning` if the model has trainable
+    parameters that no optimizer has.
 
     Raises:
-        ValueError: ``every`` is below 1.
+        ValueError: ``every`` is below 1, or nothing has a name of ``ignore``.
         TypeError: a module is a ``FullyShardedDataParallel``, whose parameters do not say what is
             sharded; ``fully_shard`` is fine.
         ReplicasDisagreeError: raised by the calls, on all ranks: names the first tensor, the
@@ -70,16 +80,42 @@ def replicas_agree(
             "not say which ranks hold copies; shard it with fully_shard"
         )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return Replicas(model, optimizers, every, None if group is True else group, buffers)
+    patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    names = [name for name, _ in (*_unwrapped(model).named_parameters(),
+                                  *_unwrapped(model).named_buffers())]  # fmt: skip
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"replicas_agree: ignore has {pattern!r}, and no parameter or buffer is called so; "
+                f"the names are those of model.named_parameters(): {', '.join(names[:3])}, ..."
+            )
+    group = None if group is True else group
+    warn_of_parameters("replicas_agree", [_unwrapped(model)], optimizers)
+    return Replicas(model, optimizers, every=every, group=group, buffers=buffers, ignore=patterns)
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """Return the module inside of DistributedDataParallel and of ``torch.compile``."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        is_ddp = isinstance(model, DistributedDataParallel)
+        model = model.module if is_ddp else model._orig_mod
+    return model  # type: ignore[no-any-return]
 
 
 class Replicas:
     """What :func:`replicas_agree` returns."""
 
     def __init__(
-        self, model: nn.Module, optimizers: list[Optimizer], every: int, group: Any, buffers: bool
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        *,
+        every: int,
+        group: Any,
+        buffers: bool,
+        ignore: tuple[str, ...],
     ) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers, self._ignore = model, optimizers, ignore
         self._every, self._group, self._buffers = every, group, buffers
         self._calls = {"parameters": 0, "gradients": 0}
 
@@ -100,19 +136,31 @@ class Replicas:
     def batch(self, ids: Iterable[int] | Tensor, *, same: Any = None) -> None:
         """Compare the samples of this step: each is on one rank only, or on all those of ``same``.
 
+        A rank that has one sample twice raises too: loader workers that share a seed, or a sampler
+        that is not told its rank. Do not call it if you sample with replacement.
+
         Args:
-            ids: a number for each sample of this rank's batch.
+            ids: a number for each sample of this rank's batch, or the batch itself, (B, ...), whose
+                samples are hashed.
             same: the group of ranks that share a batch (tensor parallel); None if none do.
 
         Raises:
-            ReplicasDisagreeError: ranks of ``same`` have other samples, or ranks apart share one.
-            TypeError: ``ids`` is a tensor of another number of dims than one.
+            ReplicasDisagreeError: ranks of ``same`` have other samples, ranks apart share one, or
+                a rank has one twice.
+            TypeError: ``ids`` is a tensor without dims.
+
+        Example::
+
+            for batch in loader:
+                agree.batch(batch["tokens"])
         """
-        if isinstance(ids, Tensor) and ids.dim() != 1:
+        if isinstance(ids, Tensor) and ids.dim() == 0:
             raise TypeError(
-                f"replicas_agree: ids has the shape {tuple(ids.shape)}, expected (B,): one number "
-                "for each sample"
+                "replicas_agree: ids has the shape (), expected (B,), one number for each sample, "
+                "or the batch, (B, ...)"
             )
+        if isinstance(ids, Tensor) and (ids.dim() > 1 or ids.is_floating_point()):
+            ids = [int(_hash(sample)) for sample in ids]
         own = sorted(ids.tolist() if isinstance(ids, Tensor) else list(ids))
         leader = min(dist.get_process_group_ranks(same)) if same is not None else dist.get_rank()
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -125,6 +173,12 @@ class Replicas:
                 )
         owner: dict[int, int] = {}
         for first, found in sorted(batches.items()):
+            twice = [one for one, other in itertools.pairwise(found) if one == other]
+            if twice:
+                raise ReplicasDisagreeError(
+                    f"replicas_agree: rank {first} has sample {twice[0]} twice in one batch: its "
+                    "loader's workers share a seed, or it samples with replacement"
+                )
             for sample in found:
                 if owner.setdefault(sample, first) != first:
                     raise _disagreement(
@@ -133,7 +187,8 @@ class Replicas:
                     )
 
     def _due(self, kind: str) -> bool:
-        due = self._calls[kind] % self._every == 0
+        # Most faults are there from the beginning, some of them in every other step alone.
+        due = self._calls[kind] < _FIRST or self._calls[kind] % self._every == 0
         self._calls[kind] += 1
         return due
 
@@ -145,12 +200,12 @@ class Replicas:
             for name, parameter in each.module.named_parameters()
             if name in each.parameters_to_ignore
         }
-        inner: Any = self._model
-        while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-            inner = inner.module if inner in wrapped else inner._orig_mod  # of torch.compile
-        for name, parameter in inner.named_parameters():
-            if parameter.requires_grad and id(parameter) not in ignored:
+        for name, parameter in _unwrapped(self._model).named_parameters():
+            if parameter.requires_grad and id(parameter) not in ignored and self._compares(name):
                 yield name, parameter
+
+    def _compares(self, name: str) -> bool:
+        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         # Of ZeroRedundancyOptimizer each rank has a part of the state.
@@ -163,7 +218,8 @@ class Replicas:
         named = list(self._parameters())
         yield from named
         if self._buffers:
-            yield from self._model.named_buffers()
+            named_buffers = _unwrapped(self._model).named_buffers()
+            yield from (each for each in named_buffers if self._compares(each[0]))
         for number, optimizer in whole:
             for name, parameter in named:
                 state = optimizer.state.get(parameter, {})

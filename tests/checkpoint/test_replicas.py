@@ -100,6 +100,19 @@ result = {name: run(6, name) for name in right}
 result |= {name: run(5, name) for name in ("weight", "no_sync", "clip", "lr")}
 result["rare"] = run(3, "weight", every=100)
 
+# Each rank has a part of the first layer, by plain code.
+model = made()
+add(model[0].weight, rank)
+add(model[0].bias, rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.ones(2, 6)).sum().backward()
+optimizer.step()
+for parameter in model[2].parameters():
+    dist.broadcast(parameter.data, 0)
+    dist.broadcast(optimizer.state[parameter]["momentum_buffer"], 0)
+result["sharded"] = said(torchguard.replicas_agree(model, optimizer, ignore=["0.*"]))
+result["sharded, named"] = said(torchguard.replicas_agree(model, optimizer))
+
 mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
 result["fsdp"] = run(5, wrap=lambda m: fully_shard(m, mesh=mesh))
 both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -183,6 +196,8 @@ result["batch"] = [
     said(agree.batch, torch.tensor([1, 2])),
     said(agree.batch, [1, 2], same=dist.group.WORLD),
     said(agree.batch, [rank], same=dist.group.WORLD),
+    said(agree.batch, torch.arange(6.0).view(2, 3) + 10 * rank),
+    said(agree.batch, torch.ones(2, 3) + rank * torch.tensor([[1], [1 - rank // last]])),
 ]
 print(json.dumps(result))
 '''
@@ -196,7 +211,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 RIGHT = ["right", "accumulation", "norm", "frozen", "ignored", "unused", "fsdp", "tp"]
-RIGHT += ["hsdp", "tp gradients", "ignored, compiled", "rare"]  # rare: between two comparisons
+RIGHT += ["hsdp", "tp gradients", "ignored, compiled", "sharded"]
 
 
 def test_state_and_options_that_nest_are_compared(ranks: Any) -> None:
@@ -217,6 +232,7 @@ def test_right_runs_raise_nothing(ranks: Any, case: str) -> None:
     ("case", "step", "names"),
     [
         ("weight", 1, "2.weight"),
+        ("rare", 1, "2.weight"),  # each of the first 100 steps is compared, whatever every= says
         ("no_sync", 2, "0.weight.grad"),
         ("clip", 0, "0.weight.grad"),
         ("lr", 0, "optimizer 0 param_groups[0]['lr']"),
@@ -267,16 +283,20 @@ def test_a_transaction_takes_back_a_step_whose_gradients_differ(ranks: Any) -> N
 
 def test_batches(ranks: Any) -> None:
     for each in ranks:
-        different, same, shared, unshared = each["batch"]
-        assert (different, shared) == (None, None)
+        different, same, shared, unshared, hashed, twice = each["batch"]
+        assert (different, shared, hashed) == (None, None, None)
+        assert "twice in one batch" in twice
+        assert "0.weight is not the same" in each["sharded, named"]
         assert "ranks 0 and 1 both have sample 1" in same
         assert "share a batch and have other samples" in unshared
 
 
-def test_a_batch_is_one_number_for_each_sample() -> None:
+def test_what_is_written_wrong_is_named() -> None:
     agree = torchguard.replicas_agree(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"ids has the shape \(2, 3\), expected \(B,\)"):
-        agree.batch(torch.ones(2, 3))
+    with pytest.raises(TypeError, match=r"ids has the shape \(\), expected \(B,\)"):
+        agree.batch(torch.ones(()))
+    with pytest.raises(ValueError, match="ignore has 'head', and no parameter or buffer is called"):
+        torchguard.replicas_agree(torch.nn.Linear(2, 2), ignore="head")
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,9 @@ def test_what_is_written_wrong_is_named() -> None:
 def test_a_loop_that_steps_the_scheduler_beside_run_is_warned_once() -> None:
     made = Setup()
     for number in range(4):
-        expected: Any = pytest.warns(RuntimeWarning, match="your loop has stepped it too")
+        expected: Any = pytest.warns(
+            torchguard.errors.TrainingSetupWarning, match="your loop has stepped it too"
+        )
         with expected if number == 1 else warnings.catch_warnings():
             if number != 1:
                 warnings.simplefilter("error")

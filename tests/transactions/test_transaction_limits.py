@@ -41,6 +41,7 @@ def test_what_cannot_be_undone_or_understood_is_refused() -> None:
     refused(TypeError, "weight inside backward", model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore::torchguard.errors.TrainingSetupWarning")
 def test_several_modules_and_optimizers_may_be_any_iterable() -> None:
     """As the annotations say: the values of a dict, a generator; a Sequential is one module.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchguard._public import public
 from torchguard._torch.optimizers import has_step_hooks
+from torchguard.training_setup import warn_of_parameters
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.optimizer_step import NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
@@ -49,6 +50,9 @@ def transaction(
     right order: forward, backward, optimizers, scaler, schedulers, ``zero_grad``; your loop then
     steps no scheduler. ``step.committed`` says whether the last block's step counts,
     ``step.guarantee`` what holds for these optimizers, ``step.stats()`` what has happened so far.
+
+    A model with trainable parameters that no optimizer has is a mistake most of the time, and gives
+    a :class:`~torchguard.errors.TrainingSetupWarning`.
 
     Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
     the block and not at its beginning, unless gradients accumulate over blocks.
@@ -158,6 +162,7 @@ def transaction(
         "a tensor, a module, a torch.Generator or an object with state_dict() and "
         "load_state_dict(), or a list of them",
     )
+    warn_of_parameters("transaction", models, optimizers)
     others = (*scalers, *schedulers)
     return Transaction(
         Guarded(

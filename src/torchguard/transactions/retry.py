@@ -20,7 +20,7 @@ from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch import is_out_of_memory
 from torchguard._torch.optimizers import versions_of
-from torchguard.errors import UnrecoverableStepError
+from torchguard.errors import TrainingSetupWarning, UnrecoverableStepError
 from torchguard.transactions.block import Guarded, with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
@@ -153,7 +153,7 @@ def _warn_of_second_step(guarded: Guarded, scheduler: Any) -> None:
         warnings.warn(
             f"step.run() steps {type(scheduler).__name__}, and your loop has stepped it too: the "
             "learning rate changes twice in each step. Leave out your scheduler.step()",
-            RuntimeWarning,
+            TrainingSetupWarning,
             stacklevel=5,
         )
 

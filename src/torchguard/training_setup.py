@@ -39,8 +39,8 @@ def warn_of_parameters(
     stale = len(held - known)
     if stale:
         text += (
-            f"; and an optimizer has {stale} parameters that are not in the model. If a part of the "
-            "model was replaced after the optimizer was made, make the optimizer again"
+            f"; and an optimizer has {stale} parameters that are not in the model. If a part of "
+            "the model was replaced after the optimizer was made, make the optimizer again"
         )
     else:
         text += ". Freeze them with requires_grad_(False), or pass the optimizer that has them"

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
-from support.child_process import JOIN_RANKS, run_ranks
+from support.child_process import JOIN_RANKS, output_of, run_ranks
 from support.document import blocks
 
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 LOOPS = {each.kind: each.code for each in blocks(PAGE.read_text("utf-8")) if each.language == "py"}
+
+# DDP may be the last to hold a group: then the group's end waits for its thread with the GIL held,
+# and the thread may wait for the GIL. A group that ends in destroy_process_group() waits without.
+THREADS = """
+import os
+threads = (open(f"/proc/self/task/{each}/comm").read() for each in os.listdir("/proc/self/task"))
+print([each for each in threads if "gloo" in each])
+"""
 
 BEGINS = """
 from pathlib import Path
@@ -65,3 +74,11 @@ def test_a_loop_of_the_page_runs(tmp_path: Path, name: str) -> None:
         loop = f"try:\n{train}\nexcept AttributeError as e:\n    assert 'record_event' in str(e)"
     found = run_ranks(f"{NEEDS[name]}{BEGINS}\n{loop}\nprint(); print(json.dumps({{}}))", tmp_path)
     assert found == [{}, {}]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+def test_the_group_of_the_page_ends_in_destroy_process_group() -> None:
+    [page] = [each.code for each in blocks(PAGE.read_text("utf-8")) if each.language == "python"]
+    assert output_of(page + THREADS) == "4\n[]\n"
+    late = page.replace("del model, agree", "")
+    assert "gloo" in output_of(late + THREADS)  # the test can fail

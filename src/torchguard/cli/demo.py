@@ -48,8 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "demo",
         help="show five failures, on bare torch and guarded",
         description="Run five programs that fail, on bare torch and guarded, each in a process of "
-        "its own, and show what was lost: within a minute. With matplotlib the losses of the "
-        "fourth are drawn.",
+        "its own, and show what was lost: within a minute, or two if the compiler's cache is "
+        "empty. With matplotlib the losses of the fourth are drawn.",
         epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",
     )
     parser.add_argument(

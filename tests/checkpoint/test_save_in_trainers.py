@@ -14,6 +14,8 @@ import torch
 import torchguard
 from support.child_process import output_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def compile_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

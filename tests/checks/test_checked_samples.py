@@ -16,6 +16,8 @@ import torchguard
 from support.compiled import Counting
 from support.sweep import by_name, places, samples_of
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     *("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "index_copy"),
     *("index_fill", "index_reduce", "put", "scatter", "scatter_add", "scatter_reduce"),

@@ -18,6 +18,8 @@ import torchguard
 from support.sweep import samples_of
 from torchguard.equivalence.operands import _rule_of
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float64, torch.int64, torch.bool)
 # What random numbers, a device or the order of additions decides.
 UNSTEADY = {
@@ -138,7 +140,6 @@ NAMES = sorted(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(8))
 def test_no_operator_is_wrong_with_the_guard(part: int) -> None:
@@ -224,7 +225,6 @@ def compared(name: str) -> tuple[int, bool]:
     return count, False
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(4))
 def test_an_operator_on_itself_is_warned_of_if_it_can_be_wrong(part: int) -> None:

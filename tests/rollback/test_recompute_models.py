@@ -13,6 +13,8 @@ import torchguard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     checkpoint_wrapper,

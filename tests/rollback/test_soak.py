@@ -17,6 +17,8 @@ import torch
 
 import torchguard
 
+pytestmark = pytest.mark.slow
+
 HUGE = 2**58  # elements: no machine has the memory
 MIB = 2**20
 

@@ -15,6 +15,8 @@ from support.fault_injection import (
 )
 from support.small_training import FEATURES, covering, every_case
 
+pytestmark = pytest.mark.slow
+
 EVERY = 4  # operators, so that the file takes seconds; bench_transaction.py --faults takes all
 EVERY_PAIR = 37
 CASES = covering(list(every_case()))

@@ -14,6 +14,8 @@ from torch import nn
 import torchguard
 from support.small_training import everything
 
+pytestmark = pytest.mark.slow
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

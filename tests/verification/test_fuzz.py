@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-pytestmark = pytest.mark.usefixtures("fresh_reports")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_reports")]
 
 
 def test_a_seed_is_the_same_program_everywhere() -> None:
@@ -92,7 +92,6 @@ def test_no_program_that_is_compiled_right_is_a_mismatch() -> None:
             assert bare, made.source
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
 def test_with_the_check_no_program_is_wrong_and_without_it_some_are() -> None:
     """Of the first 150, 34 are compiled wrong by 2.13: this one from 4 rows on."""
@@ -171,7 +170,6 @@ def _function(name: str) -> Any:
     return getattr(namespace, name.removeprefix("nn.functional."))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_samples_raise_no_false_alarm() -> None:
     by_name = {info.name: info for info in reversed(op_db)}  # the first of its variants
@@ -247,7 +245,6 @@ def assert_same(found: list[Any], want: list[Any], *, bits: bool) -> None:
 
 
 # Other ways to mix positions, experts or pixels.
-@pytest.mark.slow
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
 @pytest.mark.parametrize("name", ["mixtral", "t5", "residual-convnet"])
 def test_what_is_checked_is_eagers_result_bit_for_bit(name: str) -> None:
@@ -275,7 +272,6 @@ def test_what_is_checked_is_eagers_result_bit_for_bit(name: str) -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
 def test_inductor_raises_no_false_alarm() -> None:
     architecture = named("residual-convnet")

@@ -117,9 +117,11 @@ def no_residue() -> Iterator[None]:
         if name in vars(sys.modules.get(module, object)):
             setattr(sys.modules[module], name, measurement)
     yield
-    if "torchguard._torch.overlays" in sys.modules:  # what scopes keep until uninstall()
-        sys.modules["torchguard._torch.overlays"].forget()
-    found = residue()
+    install = sys.modules.get("torchguard.patching.install")
+    found = [f"still installed: {install.installed()}"] if install and install.installed() else []
+    if install and not found:
+        install.uninstall()  # what scopes have replaced
+    found += residue()
     if found:  # a transaction that is part of a cycle stands until it is collected
         gc.collect()
         gc.freeze()  # again: modules that tests have imported

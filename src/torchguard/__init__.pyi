@@ -20,7 +20,6 @@ from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.sharded import load_sharded
 from torchguard.checkpoint.verify import CheckpointCheck as CheckpointCheck
 from torchguard.checkpoint.verify import verify_checkpoint
-from torchguard.checks.api import checked
 from torchguard.defects.doctor import DoctorReport as DoctorReport
 from torchguard.defects.doctor import doctor
 from torchguard.errors import (
@@ -33,14 +32,14 @@ from torchguard.errors import (
     UnrecoverableStepError,
 )
 from torchguard.patching.install import Installation as Installation
-from torchguard.patching.install import get_original, install, installed, uninstall
+from torchguard.patching.install import install, installed, uninstall
+from torchguard.patching.scope import guarded
 from torchguard.replicas import Replicas as Replicas
 from torchguard.replicas import replicas_agree
 from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, repair_
 from torchguard.rollback.recompute import safe_checkpoint
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
-from torchguard.rollback.scope import guarded
 from torchguard.transactions.api import transaction
 from torchguard.transactions.step import Transaction as Transaction
 from torchguard.transactions.step import TransactionStats as TransactionStats
@@ -66,11 +65,9 @@ __all__ = [
     "__version__",
     "bucketed",
     "check_consistent",
-    "checked",
     "checkpoint_folder",
     "doctor",
     "events",
-    "get_original",
     "guarded",
     "install",
     "installed",

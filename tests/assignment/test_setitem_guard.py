@@ -134,7 +134,7 @@ CASES: dict[str, Callable[..., tuple[Any, ...]]] = {
 WRONG_EVERYWHERE = (into_a_nested_view, into_a_view_of_a_view, a_view_into_a_custom_function)
 CURES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "install": lambda: install("setitem"),
-    "guarded": guarded,
+    "guarded": lambda: guarded("setitem"),
 }
 
 

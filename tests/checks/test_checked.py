@@ -37,7 +37,7 @@ def raises(call: Callable[[], Any]) -> bool:
 
 
 def test_the_error_names_what_is_out_of_range_before_anything_is_written() -> None:
-    with torchguard.checked(), pytest.raises(IndexOutOfRangeError) as raised:
+    with torchguard.guarded("checks"), pytest.raises(IndexOutOfRangeError) as raised:
         functional.embedding(torch.tensor([[1, 2], [9, -3]]), X)
     assert str(raised.value) == (
         "embedding: indices: expected 0 to 3, got -3 to 9; "
@@ -47,7 +47,7 @@ def test_the_error_names_what_is_out_of_range_before_anything_is_written() -> No
     # Nothing is written; plain torch has stored the good rows when it comes to the bad one.
     x = X.clone()
     version = x._version
-    with torchguard.checked(), pytest.raises(IndexOutOfRangeError):
+    with torchguard.guarded("checks"), pytest.raises(IndexOutOfRangeError):
         x[torch.tensor([1, 9])] = -1.0
     assert x.equal(X)
     assert x._version == version
@@ -63,7 +63,7 @@ def in_a_thread(call: Callable[[], Any]) -> bool:
 
 def test_a_scope_covers_its_own_thread_and_ends_in_any_order() -> None:
     """Scopes of generators are not left in the order in which they were entered."""
-    first, second = torchguard.checked(), torchguard.checked()
+    first, second = torchguard.guarded("checks"), torchguard.guarded("checks")
     first.__enter__()
     assert raises(lambda: X[BAD])
     assert not in_a_thread(lambda: X[BAD])
@@ -77,7 +77,7 @@ def test_a_scope_covers_its_own_thread_and_ends_in_any_order() -> None:
 def test_a_decorated_function_and_many_scopes() -> None:
     """After many, what stays over torch does nothing outside of a scope."""
 
-    @torchguard.checked()
+    @torchguard.guarded("checks")
     def select(index: Tensor) -> Tensor:
         """Select."""
         return X.index_select(0, index)
@@ -98,9 +98,9 @@ def test_what_can_not_be_decorated_and_a_wrong_report() -> None:
     wrong: Any
     for wrong in (int, 1, "step"):
         with pytest.raises(TypeError, match="checked: function is"):
-            torchguard.checked()(wrong)
+            torchguard.guarded("checks")(wrong)
     with pytest.raises(TypeError, match=r"write `with torchguard\.checked"):
-        torchguard.checked()(generator)
+        torchguard.guarded("checks")(generator)
     with pytest.raises(ValueError, match="report is 'epoch', expected 'step' or 'call'"):
         torchguard.checked(report="epoch")  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def test_what_can_not_be_decorated_and_a_wrong_report() -> None:
 @pytest.mark.parametrize("first", ["checked", "guarded"])
 def test_with_guarded_in_any_order(first: str) -> None:
     """Both see the call; left in the wrong order, too."""
-    scopes: list[Any] = [torchguard.checked(), torchguard.guarded()]
+    scopes: list[Any] = [torchguard.guarded("checks"), torchguard.guarded()]
     if first == "guarded":
         scopes.reverse()
     for scope in scopes:
@@ -130,7 +130,7 @@ def test_installed_with_others(names: tuple[Any, ...]) -> None:
         torchguard.install(name)
     assert "checks" in torchguard.installed()
     assert in_a_thread(lambda: X[BAD])
-    with torchguard.checked(), torchguard.guarded():
+    with torchguard.guarded("checks"), torchguard.guarded():
         assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
     torchguard.uninstall(names[0])
     torchguard.uninstall()
@@ -167,7 +167,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         _calls(X.as_subclass(Subclass), index)
         seen.append((functions.seen, operators.seen, list(Subclass.seen)))
         if len(seen) == 1:
-            scope = torchguard.checked()
+            scope = torchguard.guarded("checks")
             scope.__enter__()
     with FunctionMode(), DispatchMode():
         assert raises(lambda: X.gather(0, BAD[:, None]))
@@ -204,14 +204,14 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
 def test_no_false_alarm(call: Callable[[], Any]) -> None:
     """What the samples of OpInfo lack: lists, arrays, empty and 0-d ones, transforms, columns."""
     bare = call()
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         checked = call()
     if not checked.is_meta:
         torch.testing.assert_close(checked, bare, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fake_tensors() -> None:
-    with torchguard.checked(), FakeTensorMode():
+    with torchguard.guarded("checks"), FakeTensorMode():
         x, index = torch.empty(4, 3), torch.empty(2, dtype=torch.int64)
         assert x[index].shape == (2, 3)
         assert functional.embedding(index, x).shape == (2, 3)
@@ -221,7 +221,7 @@ def test_tracing_and_scripting_record_nothing_of_the_checks() -> None:
     def select(x: Tensor, i: Tensor) -> Tensor:
         return torch.index_select(x, 0, i)
 
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         traced = torch.jit.trace(select, (X, torch.tensor([1])))
         symbolic = torch.fx.symbolic_trace(select)
         scripted = torch.jit.script(select)
@@ -239,7 +239,7 @@ def sparse(pointers: list[int], columns: list[int]) -> Tensor:
 
 def test_indices_of_sparse_tensors_and_offsets() -> None:
     numbers = (([0, 1, 2], [0, 3]), ([0, 1, 2], [0, -1]), ([0, 5, 2], [0, 1]), ([0, 9, 9], [0, 1]))
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         for pointers, columns in numbers:
             assert raises(lambda: sparse(pointers, columns)), (pointers, columns)  # noqa: B023
         assert raises(lambda: functional.embedding_bag(BAD % 4, X, torch.tensor([0, 9])))
@@ -255,7 +255,7 @@ def test_lengths_of_ctc_loss(as_list: bool) -> None:
         both = both if as_list else map(torch.tensor, both)
         return functional.ctc_loss(log_probs, torch.tensor([[target, -100]]), *both)
 
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         call(4, 1, 1)
         for bad in ((9, 1, 1), (-1, 1, 1), (4, -1, 1), (4, 1, 3)):
             assert raises(lambda bad=bad: call(*bad)), bad  # type: ignore[misc]
@@ -263,7 +263,7 @@ def test_lengths_of_ctc_loss(as_list: bool) -> None:
 
 def test_operators_with_reflected_operands() -> None:
     zero = torch.tensor([1, 0])
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         calls: list[Callable[[], Any]] = [lambda: 3 // zero, lambda: 3 % zero]
         calls.append(lambda: operator.imod(zero.clone(), zero))  # type: ignore[no-untyped-call]
         for call in calls:
@@ -284,7 +284,7 @@ def test_the_number_zero_as_divisor_of_integers() -> None:
         lambda: x.clone().floor_divide_(0),
         lambda: torch.div(x, 0, rounding_mode="floor"),
     ]
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         for divide in divisions:
             with pytest.raises(ZeroDivisorError, match="other"):
                 divide()
@@ -314,7 +314,7 @@ NONE = torch.empty(0, dtype=torch.long)
 def test_values_that_torch_never_reads(call: Callable[[Tensor], Tensor], backend: Any) -> None:
     expected = call(X)
     run = torch.compile(call, backend=backend) if backend else call
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert run(X).equal(expected)
 
 
@@ -326,21 +326,21 @@ def test_the_backward_of_bags_reads_what_lies_past_the_last_offset() -> None:
         indices, offsets = torch.tensor([0, 1, 7]), torch.tensor([0, 2])
         return functional.embedding_bag(indices, weight, offsets, include_last_offset=True)
 
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert raises(bags)
         with torch.no_grad():
             assert bags().shape == (1, 2)
 
 
 def test_an_index_that_a_mask_of_nothing_leaves_unread() -> None:
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert X[torch.tensor([99]), torch.zeros(3, dtype=torch.bool)].shape == (0,)
         assert raises(lambda: X[torch.tensor([99]), torch.ones(3, dtype=torch.bool)])
 
 
 def test_one_object_in_two_tasks() -> None:
     """Each task leaves its own scope, in whatever order."""
-    scope, found = torchguard.checked(), []
+    scope, found = torchguard.guarded("checks"), []
 
     async def first(turn: asyncio.Event, other: asyncio.Event) -> None:
         with scope:
@@ -374,10 +374,10 @@ def test_a_task_that_outlives_the_scope_it_was_started_in() -> None:
 
     async def run() -> bool:
         ended = asyncio.Event()
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             task = asyncio.create_task(late(ended))
             await asyncio.sleep(0)
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             ended.set()
             return await task
 
@@ -412,7 +412,7 @@ def test_a_tensor_is_no_sequence_in_a_scope_and_after_it() -> None:
             return are, torch.tensor([one, two]).tolist(), x[[one, two], 1].tolist(), len([*x])
 
         plain = use()
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             print(use() == plain)
         print(use() == plain)
         with torchguard.install("checks"):
@@ -423,6 +423,6 @@ def test_a_tensor_is_no_sequence_in_a_scope_and_after_it() -> None:
 
 
 def test_a_nested_list_of_other_lengths_is_torchs_error() -> None:
-    with torchguard.checked(), pytest.raises(Exception) as raised:  # noqa: PT011  torch's, or ours
+    with torchguard.guarded("checks"), pytest.raises(Exception) as raised:  # noqa: PT011  torch's, or ours
         torch.zeros(3, 3)[[[1, 2], [0]], BAD]
     assert "inhomogeneous" not in str(raised.value)

@@ -49,7 +49,7 @@ def test_each_side_of_a_scope_has_its_own_graph(scope: Any) -> None:
 def test_a_graph_without_anything_to_check_is_the_same() -> None:
     backend = Counting("aot_eager")
     compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         compiled(X)
     compiled(X)
     assert backend.graphs[0] == backend.graphs[-1]
@@ -64,7 +64,7 @@ def test_dynamic_shapes(dynamic: bool | None) -> None:
         backend = Counting("aot_eager")
         compiled = torch.compile(lambda x, i: x[i] + x.take(i), backend=backend, dynamic=dynamic)
         x = torch.arange(30.0)
-        with torchguard.checked() if scope else torch.no_grad():
+        with torchguard.guarded("checks") if scope else torch.no_grad():
             for size in (5, 6, 7, 8):
                 index = torch.arange(-size, size)
                 assert compiled(x[:size], index).equal(2 * x[:size][index])
@@ -84,7 +84,7 @@ def test_gradients_and_mutated_inputs() -> None:
     results = []
     for scope in (False, True):
         x, buffer = X.clone().requires_grad_(), torch.zeros(4, 3)
-        with torchguard.checked() if scope else torch.enable_grad():
+        with torchguard.guarded("checks") if scope else torch.enable_grad():
             loss = torch.compile(step, backend="aot_eager")(x, GOOD, buffer)
             loss.backward()
         results.append((loss, x.grad, buffer))
@@ -95,7 +95,7 @@ def test_a_mode_for_training_and_one_for_none() -> None:
     """Under inference mode and autocast, too."""
     compiled = torch.compile(lambda x, i: (x @ x.T)[i], backend="aot_eager")
     for mode in (torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
-        with torchguard.checked(), mode():
+        with torchguard.guarded("checks"), mode():
             assert compiled(X, GOOD).shape == (2, 4)
             with pytest.raises(IndexOutOfRangeError):
                 compiled(X, torch.tensor([4]))
@@ -104,11 +104,11 @@ def test_a_mode_for_training_and_one_for_none() -> None:
 def test_with_verified_in_either_order() -> None:
     """The checks are in the graph that is verified; the verdict is equal."""
     inside = torchguard.verified(select, backend="aot_eager")
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         inside(X, GOOD)
         with pytest.raises(IndexOutOfRangeError):
             inside(X, BAD)
-    outside = torchguard.verified(torchguard.checked()(select), backend="aot_eager")
+    outside = torchguard.verified(torchguard.guarded("checks")(select), backend="aot_eager")
     outside(X, GOOD)
     for checked in (inside, outside):
         assert {graph.status for graph in checked.stats().graphs} == {"verified"}
@@ -120,7 +120,7 @@ def test_with_bucketed() -> None:
         buckets={"n": torchguard.Buckets([4, 8])},
         compile={"backend": "aot_eager"},
     )(lambda index: functional.embedding(index, X))
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert bucketed(torch.tensor([1, 2, 3])).equal(X[1:])
         with pytest.raises(IndexOutOfRangeError):
             bucketed(torch.tensor([1, 2, 4]))
@@ -138,7 +138,7 @@ def test_graph_breaks_and_transforms() -> None:
         return torch.vmap(lambda row, i: row[i])(x, index[:, None])[:, 0] + x[index, 0]  # type: ignore[no-any-return]
 
     index = torch.tensor([0, 1, 2, 2])
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert torch.compile(broken, backend="aot_eager")(X, index) == X[index].sum() + 4
         for bad in (-5, 4):
             with pytest.raises(IndexOutOfRangeError):
@@ -156,14 +156,14 @@ def test_activation_checkpointing_still_works() -> None:
         return checkpoint(lambda t: t[index].sin(), x, use_reentrant=False)[index % 2]  # type: ignore[no-any-return]
 
     x = X.clone().requires_grad_()
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         compiled = torch.compile(call, backend="aot_eager")(x, GOOD)
     assert compiled.equal(call(x, GOOD))
 
 
 def test_a_scope_inside_of_compiled_code_does_nothing() -> None:
     def call(x: Tensor, index: Tensor) -> Tensor:
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             return x.index_select(0, index)
 
     assert torch.compile(call, backend="aot_eager", fullgraph=True)(X, GOOD).equal(X[GOOD])
@@ -172,7 +172,7 @@ def test_a_scope_inside_of_compiled_code_does_nothing() -> None:
 def test_a_divisor_that_is_computed() -> None:
     compiled = torch.compile(lambda x, n: x // (n - 1) + x % (n - 1), backend="aot_eager")
     x, n = torch.arange(3), torch.tensor([2, 3, 4])
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         assert compiled(x, n).equal(x // (n - 1) + x % (n - 1))
         with pytest.raises(ZeroDivisorError):
             compiled(x, n - 1)
@@ -187,7 +187,7 @@ def test_a_divisor_that_is_the_number_zero(dtype: torch.dtype) -> None:
 
     compiled = torch.compile(call, backend="aot_eager", dynamic=False)
     x, empty = torch.tensor([0, 1]).to(dtype), torch.empty(0, 2)
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         with pytest.raises(ZeroDivisorError, match=r"floordiv at .*compiled\.py:\d+: other: "):
             compiled(x, empty)
         torch.testing.assert_close(compiled(x[:0], empty), call(x[:0], empty))
@@ -201,7 +201,7 @@ def test_export_holds_no_checks(strict: bool) -> None:
         def forward(self, x: Tensor, index: Tensor) -> Tensor:
             return x.index_select(0, index)
 
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         program = torch.export.export(Module(), (X, GOOD), strict=strict)
     names = [node.name for node in program.graph.nodes if node.op == "call_function"]
     assert names == ["index_select"]
@@ -226,14 +226,14 @@ on_device = pytest.mark.usefixtures("device")
 @on_device
 def test_a_kernel_gets_clamped_values_and_the_error_comes_at_the_end() -> None:
     """With the line of the call, which is not on the stack any more."""
-    with pytest.raises(IndexOutOfRangeError) as raised, torchguard.checked():
+    with pytest.raises(IndexOutOfRangeError) as raised, torchguard.guarded("checks"):
         assert X[FAR].equal(X[torch.tensor([0, 3])])
         X.index_select(0, torch.tensor([1]))
     line = test_a_kernel_gets_clamped_values_and_the_error_comes_at_the_end.__code__.co_firstlineno
     where = f"x[index] at test_checked_compiled.py:{line + 4}: "
     assert str(raised.value) == f"{where}index: expected -4 to 3, got 0 to 9"
     x = X.clone()
-    with pytest.raises(IndexOutOfRangeError), torchguard.checked():
+    with pytest.raises(IndexOutOfRangeError), torchguard.guarded("checks"):
         x[FAR] = -1.0
     assert x[3].equal(torch.full((3,), -1.0))
 
@@ -241,7 +241,7 @@ def test_a_kernel_gets_clamped_values_and_the_error_comes_at_the_end() -> None:
 @on_device
 @pytest.mark.parametrize("read", ["item", "tolist", "cpu", "numpy", "__float__", "__bool__"])
 def test_no_value_leaves_the_device_before_the_flags_are_read(read: str) -> None:
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         found = X.take(FAR + 90)[0]
         with pytest.raises(IndexOutOfRangeError):
             getattr(found, read)()
@@ -253,7 +253,7 @@ def test_when_the_flags_are_read() -> None:
     """After each call with ``report="call"``; after another exception they are not."""
     with torchguard.checked(report="call"), pytest.raises(IndexOutOfRangeError):
         functional.embedding(FAR, X)
-    with pytest.raises(KeyError), torchguard.checked():
+    with pytest.raises(KeyError), torchguard.guarded("checks"):
         functional.embedding(FAR, X)
         raise KeyError
 
@@ -262,7 +262,7 @@ def test_when_the_flags_are_read() -> None:
 def test_every_kind_of_value() -> None:
     """Labels that are ignored, probabilities with NaN, divisors, none of them a false alarm."""
     labels = torch.tensor([0, -100, 2, 1])
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         loss = functional.cross_entropy(X, labels)
         functional.binary_cross_entropy(torch.tensor([0.0, 1.0]), torch.ones(2))
         X[torch.empty(0, dtype=torch.int64)]
@@ -279,14 +279,14 @@ def test_every_kind_of_value() -> None:
         (ZeroDivisorError, lambda: torch.arange(2) // torch.tensor([1, 0])),
     )
     for error, call in bad:
-        with pytest.raises(error), torchguard.checked():
+        with pytest.raises(error), torchguard.guarded("checks"):
             call()
 
 
 @on_device
 def test_many_calls_are_read_in_few_goes() -> None:
     """At most 512 wait, of all dtypes."""
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         X[FAR]
         with pytest.raises(IndexOutOfRangeError):
             for _ in range(check.Flags.MOST + 1):
@@ -298,11 +298,11 @@ def test_many_calls_are_read_in_few_goes() -> None:
 @on_device
 def test_compiled_code_keeps_its_flags_in_the_scope() -> None:
     compiled = torch.compile(lambda x, i: x[i] + x.index_select(0, i), backend="aot_eager")
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         compiled(X, GOOD)
     found = []
     line = r"compiled\.py:\d+: index: expected -4 to 3"
-    with pytest.raises(IndexOutOfRangeError, match=line), torchguard.checked():
+    with pytest.raises(IndexOutOfRangeError, match=line), torchguard.guarded("checks"):
         found.append(compiled(X, FAR))
         compiled(X, GOOD)
     assert found[0].equal(2 * X[[0, 3]])
@@ -369,6 +369,8 @@ except RuntimeError:
 def test_cuda(name: str) -> None:
     """Bare torch is lost after a bad value; checked, a thousand further operations are right."""
     bare: Any = output_of(_ON_CUDA.format(scope="torch.no_grad()", name=name), fresh=True)
-    checked = output_of(_ON_CUDA.format(scope="torchguard.checked()", name=name), fresh=True)
+    checked = output_of(
+        _ON_CUDA.format(scope='torchguard.guarded("checks")', name=name), fresh=True
+    )
     assert bare.split("\n")[:2] == ["died", "every call fails"]
     assert checked.split("\n")[:2] == ["checked", "goes on"]

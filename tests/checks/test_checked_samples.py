@@ -82,7 +82,7 @@ def test_eager(operator: Any) -> None:
     calls = [operator.op, operator.method_variant, operator.inplace_variant]
     for sample, call in itertools.product(samples, filter(None, calls)):
         bare = _result(call, sample)
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             checked = _result(by_name(call), sample)
         _assert_equal(checked, bare)
 
@@ -104,7 +104,7 @@ def test_compiled(operator: Any) -> None:
 
         compiled = torch.compile(function, backend=counting)
         bare, count = _result(compiled, sample), len(counting.graphs)
-        with torchguard.checked():
+        with torchguard.guarded("checks"):
             checked = _result(compiled, sample)
         if not isinstance(bare, Exception):
             assert len(counting.graphs) == 2 * count

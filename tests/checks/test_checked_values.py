@@ -162,7 +162,7 @@ FINE: tuple[Callable[[], Any], ...] = (
 def test_what_torch_takes_is_the_same_in_a_scope(call: Callable[[], Any]) -> None:
     """Values and dtypes, eager and compiled: no false alarm."""
     bare = call()
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         for found in (call(), torch.compile(call, backend="aot_eager")()):
             torch.testing.assert_close(found, bare, rtol=0, atol=0, equal_nan=True)
 
@@ -170,7 +170,7 @@ def test_what_torch_takes_is_the_same_in_a_scope(call: Callable[[], Any]) -> Non
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 def test_a_mask_of_numpys_uint8() -> None:
     """Dynamo has never learnt it."""
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         found = DEEP[np.array(DIAGONAL, dtype=np.uint8), 4 - ONE]
     assert found.equal(DEEP[DIAGONAL, 4 - ONE])
 
@@ -185,7 +185,7 @@ def test_eager(case: Case) -> None:
     good = _values(case, *case.good[-2:])
     torch.manual_seed(0)
     bare = case.call(good)
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         torch.manual_seed(0)
         assert case.call(good).equal(bare)
         for value in case.bad:
@@ -210,7 +210,7 @@ def _compiled(cases: Sequence[Case], backend: str) -> None:
     good = [_values(case, *case.good[-2:]) for case in cases]
     torch.manual_seed(0)
     bare, count = compiled(good), len(counting.graphs)
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         torch.manual_seed(0)
         torch.testing.assert_close(compiled(good), bare, rtol=0, atol=0, equal_nan=True)
         assert len(counting.graphs) == 2 * count

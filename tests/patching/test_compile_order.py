@@ -14,6 +14,7 @@ import torchguard
 from support.child_process import output_of
 from support.compiled import Counting, many, plain, square, with_out
 from torchguard import install
+from torchguard._torch import patch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -153,7 +154,7 @@ def graphs_of(function: Any, *inputs: Any, **options: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", ["add", "nn.functional.gelu"])
 def test_a_function_of_torchs_that_is_compiled_by_itself_is_one_graph(name: str) -> None:
     inputs = square() * (1 if name.endswith("gelu") else 2)
-    expected = torchguard.get_original(f"torch.{name}")(*inputs)
+    expected = patch.original(f"torch.{name}")(*inputs)
     with install("out"):
         function = operator.attrgetter(name)(torch)
         for options in ({}, {"fullgraph": True}):
@@ -187,7 +188,7 @@ def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> Non
     (x,) = square()
     with install("out"):
         ours: dict[Any, int] = {torch.add: 1, torch.mul: 2}
-        torchs: dict[Any, int] = {torch.add: 1, torchguard.get_original("torch.mul"): 2}
+        torchs: dict[Any, int] = {torch.add: 1, patch.original("torch.mul"): 2}
         for table in (ours, torchs):  # a table that was made before it was installed holds torch's
             count, result = graphs_of(known, x, table, list(table), fullgraph=True)
             assert count == 1
@@ -241,8 +242,3 @@ def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there
             assert torch.equal(compiled(x), current(x, x))
     current = torch.add
     assert torch.equal(compiled(x), x + x)
-
-
-def test_torch_has_nothing_where_a_guard_has_put_an_attribute() -> None:
-    with install("setitem", only_if_needed=False), pytest.raises(AttributeError, match="nothing"):
-        torchguard.get_original("torch._dynamo.variables.tensor.TensorVariable.requires_grad")

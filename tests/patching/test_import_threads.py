@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 MODULES = """
     import os, pathlib, sys, tempfile, threading, time
     import torch, torchguard
+    from torchguard._torch import patch
 
     folder = tempfile.mkdtemp()
     torch.__path__.append(folder)
@@ -59,7 +60,7 @@ def test_modules_that_are_imported_in_the_midst_of_a_change_see_torchs_own() -> 
         import torch.tg_outer
         return lambda *args, **kwargs: original(*args, **kwargs)
     patch.apply([("torch.Tensor.resize_", make)])
-    own = torchguard.get_original("torch.add")
+    own = patch.original("torch.add")
     print(torch.tg_inner.taken is own, torch.tg_outer.taken is own, torch.add is own)
     """
     assert output_of(MODULES + program) == "True True False\n"
@@ -119,6 +120,7 @@ def test_a_guard_of_dynamo_is_applied_where_the_trial_of_another_imports_dynamo(
 DYNAMO = """
     import os, sys, threading, time
     import torch, torchguard
+    from torchguard._torch import patch
 
     def begin(name, until):
         thread = threading.Thread(target=__import__, args=(name,), daemon=True)
@@ -138,7 +140,7 @@ def test_a_scope_that_begins_while_dynamo_is_imported_sees_compiled_code() -> No
     with torchguard.guarded():
         pass
     thread = begin("torch._dynamo", "torch._dynamo")
-    with torchguard.checked():
+    with torchguard.guarded("checks"):
         end(thread)
         call = torch.compile(lambda w, i: torch.embedding(w, i), backend="aot_eager")
         try:
@@ -172,6 +174,6 @@ def test_a_guard_that_is_installed_while_its_module_is_imported_patches_it() -> 
     torchguard.install("load", only_if_needed=False)
     end(thread)
     from {name} import load
-    print(load is not torchguard.get_original("{name}.load"))
+    print(load is not patch.original("{name}.load"))
     """
     assert output_of(DYNAMO + program) == "True\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 import torchguard
 from support.install import locked, resize_is_safe, same, snapshot
-from torchguard import get_original as torch_has
 from torchguard import install, installed, uninstall
-from torchguard.patching.guards import GUARDS, Guard
+from torchguard._torch.patch import original as torch_has
+from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
+from torchguard.patching.install import _warn_if_newer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,17 +118,6 @@ def test_original_is_torchs_own_function_patched_or_not() -> None:
     assert torch_has("torch.Tensor.resize_") is torch._C.TensorBase.resize_
 
 
-def test_original_of_what_does_not_exist_or_is_not_torchs_raises() -> None:
-    for path in ("torch.Tensor.no_such_method", "torch.no_such_module.add"):
-        with pytest.raises(AttributeError):
-            torch_has(path)
-    for path in ("Tensor.resize_", "numpy.add", "torch", ""):
-        with pytest.raises(
-            ValueError, match=r"path is .*expected one like 'torch\.Tensor\.resize_'"
-        ):
-            torch_has(path)
-
-
 # --- unknown names
 
 
@@ -154,7 +146,7 @@ def test_one_unknown_name_among_good_ones_or_a_list_of_names_installs_nothing() 
     assert not installed()
 
 
-# --- all or nothing
+# --- a guard that can't be put in place
 
 
 def _broken(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,48 +163,118 @@ def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
 BROKEN: dict[str, Callable[[], dict[str, Any]]] = {
     "a replacement raises midway": lambda: {"torch.relu": _passing_on, "torch.chunk": _broken},
     "the list of replacements raises": lambda: _broken(len),  # type: ignore[dict-item, return-value]
-    "a path does not exist": lambda: {"torch.relu": _passing_on, "torch.no_such": _passing_on},
     "a path can't be set": lambda: {
         "torch.relu": _passing_on,
         "torch._C.TensorBase.resize_": _passing_on,
     },
+    "there is none of the functions": lambda: {"torch.no_such": _passing_on},
 }
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_guard_that_fails_midway_undoes_everything_and_leaves_what_was_there_before(
-    how: str, monkeypatch: pytest.MonkeyPatch, *, held: bool
+def test_a_guard_that_can_not_be_put_in_place_is_skipped_and_leaves_nothing_behind(
+    how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(GUARDS, "broken", Guard("broken", BROKEN[how], lambda: None))
-    with install("resize") if held else contextlib.nullcontext():
-        before, names = snapshot(), torchguard.installed()
-        scripted = dict(torch.jit._builtins._get_builtin_table())
-        with pytest.raises((ZeroDivisionError, AttributeError, TypeError)):
-            install("resize", "out", "broken")  # type: ignore[arg-type]
-        assert same(before, snapshot())
-        assert torchguard.installed() == names == (("resize",) if held else ())
-        now = torch.jit._builtins._get_builtin_table()
-        assert [name for key, name in now.items() if key not in scripted] == []
+    """The others are installed."""
+    broken: Any = "broken"
+    monkeypatch.setitem(GUARDS, broken, Guard(broken, BROKEN[how]))
+    before, scripted = snapshot(), dict(torch.jit._builtins._get_builtin_table())
+    with pytest.warns(RuntimeWarning, match="the guard 'broken' is off"):
+        installation = install("resize", broken, "out")
+    assert installation.names == installed() == ("resize", "out")
+    assert f"torch {torch.__version__}: " in installation.skipped[broken]
+    installation.uninstall()
+    assert same(before, snapshot())
+    with pytest.raises(torchguard.TorchGuardError, match="'broken'"):
+        install("resize", broken, strict=True)
+    assert installed() == ()
+    assert same(before, snapshot())
+    now = torch.jit._builtins._get_builtin_table()
+    assert [name for key, name in now.items() if key not in scripted] == []
 
 
-def test_two_guards_on_one_path_leave_one_layer_and_the_last_takes_it_away(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_this_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other function and no other guard is lost with it."""
+    monkeypatch.delattr(torch, "index_select")
+    monkeypatch.delattr(torch, "resize_as_sparse_")
+    GUARDS["overlap"].replacements.cache_clear()  # type: ignore[attr-defined]
+    for name in GUARDS:
+        with install(name) as installation:
+            assert installation.names == (name,)
+    GUARDS["overlap"].replacements.cache_clear()  # type: ignore[attr-defined]
+
+
+def test_a_newer_torch_than_was_tested_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchguard.patching.install.NEWEST_TESTED_TORCH", (2, 5))
+    _warn_if_newer.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"newer than 2\.5.* tested") as warned:
+        installations = [install() for _ in range(2)]
+    for each in installations:
+        each.uninstall()
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    monkeypatch.undo()
+    _warn_if_newer.cache_clear()
+    noxfile = (Path(__file__).parents[2] / "noxfile.py").read_text(encoding="utf-8")
+    newest = re.findall(r"TORCH_VERSIONS = .*\"(\d+)\.(\d+)\.\d+\"\)", noxfile)
+    assert [tuple(map(int, each)) for each in newest] == [NEWEST_TESTED_TORCH]
+
+
+# --- several guards on one path
+
+
+def _noting(name: str, calls: list[str]) -> Callable[..., Any]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return noting
+
+    return make
+
+
+@pytest.mark.parametrize("first", ["lower", "upper"])
+def test_guards_on_one_path_lie_in_one_order_and_leave_in_any(
+    first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("second", "third"):
-        guard = Guard(name, lambda: {"torch.relu": _passing_on}, lambda: None)
-        monkeypatch.setitem(GUARDS, name, guard)
+    calls: list[str] = []
+    for name in ("lower", "upper"):
+        make = _noting(name, calls)
+        monkeypatch.setitem(GUARDS, name, Guard(name, lambda make=make: {"torch.relu": make}))  # type: ignore[misc]
+
+    def called() -> list[str]:
+        calls.clear()
+        torch.relu(torch.ones(1))
+        return list(calls)
+
     bare = torch.relu
-    first, second = install("second"), install("third")  # type: ignore[arg-type]
-    layer = torch.relu
-    assert layer is not bare
-    first.uninstall()
-    assert torch.relu is layer
-    second.uninstall()
+    names: list[Any] = ["lower", "upper"] if first == "lower" else ["upper", "lower"]
+    for last in names:
+        installations = {name: install(name) for name in names}
+        assert called() == ["upper", "lower"]
+        assert torch_has("torch.relu") is bare
+        (other,) = {*names} - {last}
+        installations[other].uninstall()
+        assert called() == [last]
+        installations[last].uninstall()
+        assert torch.relu is bare
+    with torchguard.guarded(*names):
+        assert called() == ["upper", "lower"]
+    assert called() == []
+    with install(names[0]):
+        assert called() == [names[0]]
+    uninstall(*names)
     assert torch.relu is bare
-    install("second", "third")  # type: ignore[arg-type]
-    uninstall("second", "third")  # type: ignore[arg-type]
-    assert torch.relu is bare
+
+
+def test_all_is_every_guard() -> None:
+    with install("all", only_if_needed=False) as installation:
+        assert installation.names == tuple(GUARDS)
+        uninstall("all")
+        assert installed() == ()
+    with torchguard.guarded("all", "resize"):
+        assert "overlap" in installed()
 
 
 # --- only if needed

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from support.install import locked, resize_is_safe, same, snapshot
-from torchguard import get_original as torch_has
 from torchguard import install, installed, uninstall
 from torchguard._torch import is_wrapped_builtin
+from torchguard._torch.patch import original as torch_has
 from torchguard.errors import PatchConflictError
 from torchguard.patching.guards import GUARDS
 

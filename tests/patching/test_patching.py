@@ -14,23 +14,19 @@ import pytest
 import torch
 from torch import nn
 
-import torchguard
 from support.child_process import output_of
 from torchguard import install
+from torchguard._torch import patch
 from torchguard.patching.guards import GUARDS, GuardName
 
 EVERYTHING: tuple[GuardName, ...] = (
     "resize", "out", "verified", "save", "load", "numpy", "overlap", "recompute",
+    "checks",
 )  # fmt: skip
 
 
 # Read while nothing is installed: a guard looks for builtins of torch.
-PATHS = [
-    path
-    for guard in GUARDS.values()
-    if not guard.patches_dynamo  # what they patch is no function that users call
-    for path in guard.replacements()
-]
+PATHS = [path for guard in GUARDS.values() for path in guard.replacements() if patch.exists(path)]
 
 
 def live(path: str) -> Any:
@@ -46,7 +42,7 @@ def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
     assert len(PATHS) > 300
     with install(*EVERYTHING):
         for path in PATHS:
-            function, bare = live(path), torchguard.get_original(path)
+            function, bare = live(path), patch.original(path)
             owner, _, name = path.rpartition(".")
             place = name
             if isinstance(live(owner), type):
@@ -84,7 +80,7 @@ def test_a_function_is_pickled_by_its_name() -> None:
         assert all(copy.deepcopy(function) is function for function in patched.values())
         kept = [torch.nn.functional.gelu, torch.add, torch.Tensor.resize_]
     for path, function in pickle.loads(pickled).items():  # noqa: S301
-        assert function is live(path) is torchguard.get_original(path)
+        assert function is live(path) is patch.original(path)
     for function in kept:
         with pytest.raises(pickle.PicklingError, match="not the same object"):
             pickle.dumps(function)
@@ -140,8 +136,8 @@ class Dispatching(torch.Tensor):
 def table_of_originals() -> dict[Any, str]:
     """What docs/patching.md tells those to write who look functions up by identity."""
     names = "add", "norm", "nn.functional.gelu", "Tensor.resize_", "nn.functional.normalize"
-    table = {torchguard.get_original(f"torch.{name}"): name.rpartition(".")[2] for name in names}
-    return table | {torchguard.get_original("torch.resize_as_"): "torch.resize_as_"}
+    table = {patch.original(f"torch.{name}"): name.rpartition(".")[2] for name in names}
+    return table | {patch.original("torch.resize_as_"): "torch.resize_as_"}
 
 
 def assert_dispatched() -> None:
@@ -172,6 +168,7 @@ def test_a_dispatch_table_works_whenever_it_is_built() -> None:
 
 TABLES = """
 import sys, torch, torchguard
+from torchguard._torch import patch
 
 def facts():
     # Each of these fills a table of torch that is kept for the rest of the process.
@@ -180,10 +177,10 @@ def facts():
         for owner, functions in torch.overrides.get_overridable_functions().items()
         for function in functions if hasattr(function, "__name__")
     )
-    some = [torchguard.get_original("torch." + n) for n in ("add", "norm", "Tensor.resize_", "cat")]
+    some = [patch.original("torch." + n) for n in ("add", "norm", "Tensor.resize_", "cat")]
     yield [torch.overrides.resolve_name(function) for function in some]
     yield torch.overrides.is_tensor_method_or_property(some[2])
-    zeros = torchguard.get_original("torch.zeros")
+    zeros = patch.original("torch.zeros")
     yield zeros in torch.overrides.get_ignored_functions()
     yield [f in torch.overrides.get_testing_overrides() for f in some[:2]]
     with torch.device("meta"):

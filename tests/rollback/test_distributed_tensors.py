@@ -31,7 +31,6 @@ mesh = init_device_mesh("cpu", (2,))
 SCOPES = {
     "torch": contextlib.nullcontext,
     "guarded": guarded,
-    "guarded(data=True)": lambda: guarded(data=True),
     "install": install,
     "install out": lambda: install("resize", "out", only_if_needed=False),
 }

@@ -99,7 +99,7 @@ FUNCTIONS = {
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch": nullcontext,
     "guarded": guarded,
-    "guarded with data": lambda: guarded(data=True),
+    "all four": lambda: guarded("resize", "out", "overlap", "checks"),
 }
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -122,7 +122,7 @@ def compiled(function: Any, backend: Any) -> Any:
 # How a function is compiled, and in which scopes it is called.
 HOW: dict[str, tuple[Compile, tuple[str, ...]]] = {
     "called outside, inside, outside": (compiled, ("torch", "guarded", "torch")),
-    "called inside first": (compiled, ("guarded", "guarded with data", "torch")),
+    "called inside first": (compiled, ("guarded", "guarded", "torch")),
     "decorated outside": (lambda f, b: guarded()(compiled(f, b)), ("torch", "torch")),
     "decorated inside": (lambda f, b: compiled(guarded()(f), b), ("torch", "guarded")),
     "entering a scope itself": (lambda f, b: compiled(entering(f, guarded), b), ("torch",) * 2),

@@ -53,11 +53,6 @@ WAYS = {
         lambda t: torch.add(torch.ones(1).expand(HUGE), 1, out=t), lambda: install("out")
     ),
     "guarded, resize_": Way(lambda t: t.resize_(HUGE), guarded),
-    "guarded, index_copy_ with data": Way(
-        lambda t: t.index_copy_(0, torch.tensor([0, 7]), torch.ones(2, 4)),
-        lambda: guarded(data=True),
-        data=True,
-    ),
     "rollback_on_error": Way(_in_a_block),
     "rollback_on_error with data": Way(_in_a_block_with_data, data=True),
 }

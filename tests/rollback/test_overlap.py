@@ -1,4 +1,4 @@
-"""install("overlap"), guarded(overlap=True): a call that reads what it writes is numpy's."""
+"""install("overlap"), guarded("overlap"): a call that reads what it writes is numpy's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
 
 WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "install": lambda: torchguard.install("overlap"),
-    "guarded": lambda: torchguard.guarded(overlap=True),
+    "guarded": lambda: torchguard.guarded("overlap"),
 }
 
 

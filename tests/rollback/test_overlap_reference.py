@@ -50,5 +50,5 @@ def test_the_padding_check_compares_with_the_truth() -> None:
         dims={"x": {1: "t"}}, buckets=torchguard.Buckets([8, 16]), compile=False
     )(lambda x: subtracts(x * 1))
     x = torch.arange(15.0).reshape(3, 5)
-    with torchguard.guarded(overlap=True):
+    with torchguard.guarded("overlap"):
         assert fast(x).tolist() == [[0, 1, 2, 3, 4]] * 3

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "guarded": guarded,
-    "guarded with data": lambda: guarded(data=True),
+    "guarded, all four": lambda: guarded("resize", "out", "overlap", "checks"),
     "install": lambda: torchguard.install("resize", "out"),
     "install overlap": lambda: torchguard.install("overlap"),
 }

@@ -43,10 +43,9 @@ def fail() -> None:
         lambda: shared.resize_(10**6),
         lambda: tensor.set_(stuck.untyped_storage(), 0, (HUGE,), (1,)),
         lambda: torch.add(torch.ones(10**6), 1, out=stuck),
-        lambda: tensor.index_fill_(0, torch.tensor([0, 512]), 9.0),
     )
     for call in calls:
-        with torchguard.guarded(data=True), pytest.raises((RuntimeError, IndexError)):
+        with torchguard.guarded(), pytest.raises((RuntimeError, IndexError)):
             call()
     with pytest.raises(RuntimeError), torchguard.rollback_on_error(tensor, data=True):
         tensor.zero_().resize_(HUGE)

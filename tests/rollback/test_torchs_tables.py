@@ -49,63 +49,6 @@ def test_quantization_replaces_what_it_replaces_without_the_guard(order: int) ->
     output_of(QUANTIZES.format(order=order))
 
 
-TABLES = """
-    import importlib, sys, types
-    import torch
-    from torchguard import install
-    from torchguard._torch import patch
-    install("out", "resize", only_if_needed=False)
-    names = sys.argv[1:]
-    ours = {id(patch.replacement): path for path, patch in patch._table.items()}
-
-    def found(value, depth=4):
-        if id(value) in ours:
-            yield ours[id(value)]
-        elif depth and isinstance(value, dict):
-            for pair in list(value.items()):
-                yield from found(pair, depth - 1)
-        elif depth and isinstance(value, (list, tuple, set, frozenset)):
-            for each in list(value):
-                yield from found(each, depth - 1)
-
-    for name in names:
-        module = importlib.import_module(name)
-        for key, value in list(vars(module).items()):
-            if not isinstance(value, types.ModuleType):
-                for path in found(value):
-                    print(name, key, path)
-"""
-
-
-def test_tables_of_modules_imported_later_hold_torchs_own_functions() -> None:
-    names = (
-        "torch._dynamo.variables.torch",
-        "torch._inductor.lowering",
-        "torch._inductor.fx_passes.split_cat",
-        "torch._numpy._ufuncs",
-        "torch._lazy.tensor_factory_functions",
-        "torch.ao.quantization.fx._lower_to_native_backend",
-    )
-    assert output_of(TABLES, *names) == ""
-
-
-def test_a_module_of_torch_that_is_imported_late_runs_the_hooks_of_others() -> None:
-    program = """
-        import wrapt
-        import torch
-        from torchguard import install, installed
-        name = "torch._lazy.tensor_factory_functions"
-        wrapt.register_post_import_hook(lambda module: print("hook", module.__name__), name)
-        with install("out", only_if_needed=False):
-            import torch._lazy.tensor_factory_functions as late
-            assert "out" in installed()
-            assert torch.add.__module__ == "torch"
-            print(late.__spec__.name, late.__file__ is not None)
-    """
-    name = "torch._lazy.tensor_factory_functions"
-    assert output_of(program) == f"hook {name}\n{name} True\n"
-
-
 LATER = """
 import pathlib, sys, torch, torchguard
 from torch._dynamo.testing import CompileCounter

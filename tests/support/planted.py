@@ -84,7 +84,7 @@ DEFECTS = [
     planted("switches", switches),
     planted("absent-with-guard", absent, guards=("resize",)),
     planted("installed", installed, guards=("resize",)),
-    planted("in-scope", in_scope, guards=("guarded",)),
+    planted("in-scope", in_scope, guards=("resize", "out")),
     planted("closed", segfault, guards=CHECK, guarded_probe=closed_when_called),
     planted("detected", segfault, guards=CHECK, guarded_probe=closed_when_called,
             only_detects=True, limits="look before you read"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GUARDED_ONLY: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("guarded", guarded),
-    ("guarded(data=True)", lambda: guarded(data=True)),
+    ("guarded, all four", lambda: guarded("resize", "out", "overlap", "checks")),
 )
 
 

@@ -29,9 +29,6 @@ FIRST_COMPILE = "torch._dynamo.repro.after_dynamo"
 # What is patched there. Each path is that of torch 2.6 to 2.15; where one is missing, the guard
 # that needs it is left out.
 # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/eval_frame.py
-EVAL_FRAME_HOOK = "torch._dynamo.eval_frame._maybe_set_eval_frame"
-"""Every compiled function calls it on the way in and on the way out, from the same frame."""
-
 CALLBACK_OF_CALL = "torch._dynamo.eval_frame._callback_from_stance"
 """Every compiled function asks it on the way in what is to be done with its frames."""
 
@@ -108,6 +105,25 @@ def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., 
         _put_in_tables(replacement, original)
 
 
+def forget_in_dynamo(replacement: Callable[..., Any]) -> None:
+    """Undo :func:`register_in_dynamo`; where it is still called, Dynamo traces the original."""
+    original = _originals.pop(replacement, None)
+    if not dynamo_is_there():
+        return
+    handlers: Any = sys.modules.get("torch._dynamo.variables.torch")
+    try:
+        builder: Any = sys.modules["torch._dynamo.variables.builder"].VariableBuilder
+        functions = sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map()
+        builder._id_dispatch().pop(id(replacement), None)
+        # The map may have been filled anew since, with what it has found in torch.
+        if functions.pop(replacement, None) is not None:
+            functions.setdefault(original, handlers.TorchInGraphFunctionVariable)
+        if not _originals:
+            _refuse_frozensets(builder)
+    except (AttributeError, KeyError, TypeError):  # another Dynamo
+        return
+
+
 def _put_in_tables(replacement: Any, original: Any) -> None:
     """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole."""
     names = ("external_utils", "trace_rules", "variables.builder", "variables.torch")
@@ -131,14 +147,13 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
     replacement._torchdynamo_wrapper_id = id(replacement)
 
 
-@functools.cache
 def _accept_frozensets(builder: Any, variables: Any) -> None:
     """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins."""
     # Up to torch 2.8 it takes no other functions.
     # https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
-    if hasattr(variables, "UserDefinedSetVariable"):
-        return
     by_type = builder.VariableBuilder._type_dispatch()
+    if hasattr(variables, "UserDefinedSetVariable") or frozenset in by_type:
+        return
     by_id = builder.VariableBuilder._id_dispatch()
 
     def is_known(item: Any) -> bool:
@@ -165,6 +180,13 @@ def _accept_frozensets(builder: Any, variables: Any) -> None:
         return builder.FrozensetVariable(items, source=self.source)
 
     by_type[frozenset] = build
+
+
+def _refuse_frozensets(builder: Any) -> None:
+    """Undo :func:`_accept_frozensets`."""
+    by_type = builder._type_dispatch()
+    if getattr(by_type.get(frozenset), "__module__", None) == __name__:
+        del by_type[frozenset]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _python_dispatch
 
+from torchguard._torch.schemas import original_of
 from torchguard._torch.tensors import has_own_dispatch, private
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -91,7 +92,7 @@ def is_recorded() -> bool:
 
 def shown_for(name: str) -> Any:
     """Return what a subclass is shown for a method: for ``__iadd__`` that is ``add_``."""
-    method = getattr(torch.Tensor, name)
+    method = original_of(getattr(torch.Tensor, name))
     if not name.startswith("__") or name.endswith("item__"):
         return method
     seen: list[Any] = []
@@ -104,7 +105,7 @@ def shown_for(name: str) -> Any:
 
     with contextlib.suppress(TypeError):
         method(torch.ones(1, device="cpu").as_subclass(Asked), 1)
-    return seen[0] if seen else method
+    return original_of(seen[0]) if seen else method
 
 
 def show_overriding(

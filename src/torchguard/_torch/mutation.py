@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._torch.schemas import operator_schemas, schemas_of
+from torchguard._torch.schemas import operator_schemas, original_of, schemas_of
 
 
 class Argument(NamedTuple):
@@ -36,9 +36,6 @@ class Writes(NamedTuple):
     only_if: Argument | None = None
     """The flag that makes it write (``training=True``), where there is one."""
 
-    only_first: bool = False
-    """Whether it writes its first argument, always, and nothing else."""
-
     calls_back: bool = False
     """Whether it calls a Python function for each element, as ``apply_`` does."""
 
@@ -49,21 +46,6 @@ DUNDERS = frozenset(
     for name in (
         *("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod"),
         *("ipow", "iand", "ior", "ixor", "ilshift", "irshift"),
-    )
-)
-
-# torch's iterators over elements, and its indexed writes, look at the shape they write to and never
-# resize it. For all others the tensor's metadata is read first.
-KEEP_SHAPE = DUNDERS | frozenset(
-    f"{name}_"
-    for name in (
-        *("add", "sub", "mul", "div", "copy", "zero", "fill", "addcmul", "addcdiv", "lerp", "pow"),
-        *("floor_divide", "remainder", "fmod", "clamp", "clamp_min", "clamp_max", "sign", "neg"),
-        *("sqrt", "rsqrt", "reciprocal", "abs", "exp", "log", "sigmoid", "tanh", "relu", "elu"),
-        *("leaky_relu", "hardtanh", "silu", "mish", "hardswish", "hardsigmoid", "dropout"),
-        *("round", "floor", "ceil", "uniform", "normal", "bernoulli", "random", "masked_fill"),
-        *("masked_scatter", "index_put", "index_add", "index_copy", "index_fill", "put"),
-        *("scatter", "scatter_add", "scatter_reduce", "logical_or", "logical_and", "bitwise_or"),
     )
 )
 
@@ -81,6 +63,7 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here)."""
     # An operator's schema says it exactly. A function of torch's Python API follows the naming
     # rule, and its operator's schema says which arguments besides the first.
+    function = original_of(function)
     schemas = schemas_of(function)
     name = getattr(function, "__name__", "")
     writes: Writes | None = None
@@ -93,12 +76,7 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
         writes = _from_schemas(
             [] if isinstance(function, FunctionType) else operator_schemas(name)
         ) or Writes((written,), name not in _METADATA_ONLY)
-    if writes is None or writes.only_if is not None or not writes.arguments:
-        return writes
-    # add_ and mul_ have overloads for lists as well, of TorchScript.
-    first = all(each.position == 0 and not each.is_out for each in writes.arguments)
-    calls_back = name in _CALL_BACK
-    return writes._replace(only_first=first and not calls_back, calls_back=calls_back)
+    return writes._replace(calls_back=True) if writes and name in _CALL_BACK else writes
 
 
 def writes_statistics(name: str) -> Writes | None:

@@ -15,18 +15,11 @@ import torch
 
 from torchguard._torch.tensors import private
 
-PYTHON_NAMESPACE: Any = torch._VF
-"""The namespace in which functions of torch written in Python find their builtins."""
-
 C_NAMESPACE: Any = torch._C._nn
 """The namespace in which ``torch.nn.functional`` finds its builtins."""
 
 OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """What ``torch.ops.aten.add.Tensor`` and ``torch.ops.aten.add`` are."""
-
-
-FOREACH_ADD = "torch._foreach_add_"
-"""The path of a function that nothing else replaces."""
 
 
 def operator_schemas(name: str) -> list[Any]:
@@ -88,11 +81,6 @@ def _has_effect_token(schema: Any) -> bool:
     )
 
 
-def has_out(function: Callable[..., Any]) -> bool:
-    """Whether the operator behind a builtin has an ``out=`` overload, bound in Python or not."""
-    return bool(_schemas_with_out(function.__name__))
-
-
 def has_python_out(function: Callable[..., Any]) -> bool:
     """Whether a builtin of torch takes ``out=``."""
     # By name: torch.mm and torch.dsmm are one function, and compare equal.
@@ -123,6 +111,16 @@ def is_torchs_own(function: Any) -> bool:
         module = function.__globals__.get("__name__", "").partition(".")[0]
         return module in {"torch", "torchguard"}
     return isinstance(function, (BuiltinFunctionType, MethodDescriptorType))
+
+
+def remember_original(replacement: FunctionType, original: Any) -> None:
+    """Let :func:`original_of` find what a replacement stands for."""
+    replacement._torchguard_original = original  # type: ignore[attr-defined]
+
+
+def original_of(function: Any) -> Any:
+    """Return torch's own function behind a replacement of ours; any other function itself."""
+    return getattr(function, "_torchguard_original", function)
 
 
 def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:

@@ -37,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,13 +55,32 @@ from torchguard._torch import (
 # ---- setitem ----
 
 
-def setitem_replacements() -> Mapping[str, patch.Make | patch.Computed]:
+SETITEM_SWITCH = patch.Switch()
+"""Whether the guard "setitem" is on."""
+
+
+def setitem_replacements() -> patch.Replacements:
     """Return what to put where; Dynamo has to be imported."""
     return {
         f"{TENSOR_VARIABLE}.method___setitem__": _carry_out,
-        f"{TENSOR_VARIABLE}.requires_grad": patch.Computed(_requires_grad),
-        f"{TENSOR_VARIABLE}.has_grad_fn": patch.Computed(_has_grad_fn),
+        f"{TENSOR_VARIABLE}.requires_grad": _computed("requires_grad", _requires_grad),
+        f"{TENSOR_VARIABLE}.has_grad_fn": _computed("has_grad_fn", _has_grad_fn),
     }
+
+
+def _computed(name: str, compute: Callable[[Any], Any]) -> property:
+    """Make an attribute that is computed when it is read; what is assigned is kept beside it."""
+
+    def read(variable: Any) -> Any:
+        noted = vars(variable)
+        if name not in noted:
+            raise AttributeError(f"{type(variable).__name__!r} object has no attribute {name!r}")
+        return compute(variable) if SETITEM_SWITCH.on else noted[name]
+
+    def write(variable: Any, value: Any) -> None:
+        vars(variable)[name] = value
+
+    return property(read, write)
 
 
 def _carry_out(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +89,9 @@ def _carry_out(original: Callable[..., Any]) -> Callable[..., Any]:
     def method___setitem__(self: Any, *args: Any) -> Any:
         result = original(self, *args)
         target, value = fake_of(self), fake_of(args[-1])
-        if target is None or value is None or not value.requires_grad or target.requires_grad:
+        if not SETITEM_SWITCH.on or target is None or value is None:
+            return result
+        if not value.requires_grad or target.requires_grad:
             return result
         # A fake tensor has no elements: whichever of them are written, the view that
         # autograd has of it and of its aliases changes in the same way. Where even that can't be
@@ -98,7 +119,7 @@ def _has_grad_fn(variable: Any) -> Any:
 # ---- slice_scatter ----
 
 
-def slice_scatter_replacements() -> Mapping[str, patch.Make]:
+def slice_scatter_replacements() -> patch.Replacements:
     """Return what to put where; Dynamo has to be imported."""
     return {CALL_USER_COMPILER: _rewrite_first}
 

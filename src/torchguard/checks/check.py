@@ -9,9 +9,10 @@ device's memory until :class:`Flags` reads them.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple, cast
+from types import BuiltinFunctionType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,15 +20,20 @@ from torch.overrides import has_torch_function
 
 from torchguard._events import record
 from torchguard._torch import (
+    C_NAMESPACE,
     computing_unseen,
+    original_of,
+    patch,
     show_overriding,
+    shown_for,
     user_line,
     values_can_be_read,
 )
 from torchguard.checks.table import Check, Row, has_no_elements
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
-Report = Literal["step", "call"]
+SWITCH = patch.Switch()
+"""Whether the guard "checks" is on."""
 
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _MASKS = frozenset((torch.bool, torch.uint8))
@@ -70,7 +76,7 @@ class Site(NamedTuple):
         return error
 
 
-# ---- what is on ----
+# ---- what was seen on devices ----
 
 
 class Flags:
@@ -79,21 +85,28 @@ class Flags:
     MOST = 512
     """How many calls may wait to be read."""
 
-    def __init__(self, report: Report) -> None:
-        self._most = 0 if report == "call" else self.MOST
+    def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]] = []
+        self._lock = threading.Lock()
 
     def keep(self, sites: Sequence[Site], *seen: torch.Tensor) -> None:
         """Keep the smallest and largest value of each site, with its bounds where they vary."""
-        self._waiting.append((sites, seen))
-        if len(self._waiting) > self._most:
+        with self._lock:
+            self._waiting.append((sites, seen))
+        if len(self._waiting) > self.MOST:
             self.read()
+
+    def take(self) -> list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]]:
+        """Return what waits to be read, and forget it."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting
 
     def read(self) -> None:
         """Wait for the devices; raise for the first site that has seen a value out of range."""
-        if not self._waiting:
+        waiting = self.take() if self._waiting else []
+        if not waiting:
             return
-        waiting, self._waiting = self._waiting, []
         groups: dict[Any, list[torch.Tensor]] = {}
         with computing_unseen():
             for _, seen in waiting:
@@ -122,54 +135,8 @@ def raise_outside(sites: Sequence[Site], numbers: Sequence[Any]) -> None:
             raise site.error(smallest, largest)
 
 
-class Scope:
-    """One ``with checked():``, or the whole process under ``install("checks")``."""
-
-    def __init__(self, report: Report) -> None:
-        self.flags = Flags(report)
-        self.around: Scope | Literal[False] | None = None
-        self.open = True
-
-
-_innermost: ContextVar[Scope | Literal[False] | None] = ContextVar(
-    "torchguard.checks", default=None
-)
-of_process: list[Scope] = []
-"""The scope of the whole process, while ``install("checks")`` stands."""
-
-
-def current() -> Scope | None:
-    """Return the scope this thread or task is in, or that of the process."""
-    scope = _innermost.get()
-    while scope and not scope.open:  # of a task that was started in it and goes on
-        scope = scope.around
-    if scope is None:
-        return of_process[0] if of_process else None
-    return scope or None
-
-
-def enter(scope: Scope | Literal[False] | None) -> Any:
-    """Let this scope be the innermost one, False for none at all; returns the one before."""
-    before = _innermost.get()
-    _innermost.set(scope)
-    return before
-
-
-def innermost_of(scopes: Sequence[Scope]) -> Scope | None:
-    """Return the innermost of these open scopes that this thread or task is in."""
-    inner = _innermost.get()
-    while inner and inner not in scopes:
-        inner = inner.around
-    return inner or None
-
-
-def leave(scope: Scope) -> None:
-    """Close a scope, in whatever order scopes are left: those of generators overlap."""
-    scope.open = False
-    inner = _innermost.get()
-    while inner and not inner.open:
-        inner = inner.around
-    _innermost.set(inner)
+flags = Flags()
+"""What the whole process has seen."""
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
@@ -180,9 +147,7 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 # ---- one argument ----
 
 
-def checked_value(
-    scope: Scope, site: Site, values: Any, unread: Callable[[], Any] | None = None
-) -> Any:
+def checked_value(site: Site, values: Any, unread: Callable[[], Any] | None = None) -> Any:
     """Return what to call the function with, the same object where the values were read.
 
     ``unread`` makes the mask of what is never read.
@@ -193,7 +158,7 @@ def checked_value(
     elif is_on_cpu(values):
         read = values
     else:
-        return _noted(scope, site._replace(line=user_line()), values, unread and unread())
+        return _noted(site._replace(line=user_line()), values, unread and unread())
     if not read.numel():
         return values
     smallest, largest = torch.aminmax(looked_at(site, read, None))
@@ -227,11 +192,11 @@ def clamped(site: Site, values: Any, unread: Any) -> Any:
     return inside if unread is None else torch.where(unread, values, inside)
 
 
-def _noted(scope: Scope, site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
+def _noted(site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
     """Keep what is seen on a device, and return values that no kernel refuses."""
     if not values.numel():
         return values
-    scope.flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
+    flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
     return cast("torch.Tensor", clamped(site, values, unread))
 
 
@@ -284,24 +249,37 @@ def can_check(check: Check, values: Any) -> bool:
     return values.dtype in _INTEGERS or (check.kind == "divisor" and values.dtype is torch.bool)
 
 
-def guard_call(row: Row, name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the arguments of a function that is in the table.
-
-    A subclass and a mode are shown ``shown`` for a method, which torch looks up by its name.
-    """
+def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the arguments of a function that is in the table."""
+    shown = shown_by(name, original)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        scope = current()
-        if scope is not None:
+        if SWITCH.on:
             with computing_unseen((*args, *kwargs.values())):
-                args, kwargs = _checked(scope, row, name, args, kwargs)
-        return call_outside(original, shown, args, kwargs)
+                args, kwargs = _checked(row, name, args, kwargs)
+        if shown is None or not has_torch_function((*args, *kwargs.values())):
+            return original(*args, **kwargs)
+        return call_shown(shown, args, kwargs)
 
     return function
 
 
+def shown_by(name: str, original: Callable[..., Any]) -> Any:
+    """Return what subclasses and modes are to see of a call; None if torch shows that itself.
+
+    torch looks some functions up where replacements stand: methods, and builtins of functional.
+    """
+    if original_of(original) is not original:  # the replacement below shows it
+        return None
+    if getattr(torch.Tensor, name, None) is not None and not isinstance(
+        original, BuiltinFunctionType
+    ):
+        return shown_for(name)
+    return original if getattr(C_NAMESPACE, name, None) is not None else None
+
+
 def _checked(
-    scope: Scope, row: Row, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    row: Row, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     given = bind(row, args, kwargs)
     new: dict[str, Any] = {}
@@ -320,26 +298,16 @@ def _checked(
         if allowed is not None:
             site = Site(name, check.argument, check.kind, *allowed)
             unread = check.unread and functools.partial(check.unread, given, given)
-            value = checked_value(scope, site, values, unread)
+            value = checked_value(site, values, unread)
             if value is not values:
                 new[check.argument] = value
     return rebound(row, args, kwargs, new) if new else (args, kwargs)
 
 
-def call_outside(
-    original: Callable[..., Any], shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call a function of torch; what a subclass or a mode is shown of it is torch's own."""
-    if not has_torch_function((*args, *kwargs.values())):
-        return original(*args, **kwargs)
-    if shown is not None:
-        is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
-        original = show_overriding(shown, args, kwargs, is_operator=is_operator)
-    before = enter(False)
-    try:
-        return original(*args, **kwargs)
-    finally:
-        enter(before)
+def call_shown(shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Show a call to the subclasses and modes that want to see it."""
+    is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
+    return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
 
 
 def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -386,23 +354,26 @@ def _dims_taken(item: Any) -> int:
     return depth + int(item.ndim) if is_mask else 1
 
 
-def guard_indexing(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def guard_indexing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Check ``x[index]``, ``x[index] = v`` and ``index_put``."""
     fills = "index_put" in name  # None is a whole dim there, and a new one in x[index]
     called = {"__getitem__": "x[index]", "__setitem__": "x[index] = ..."}.get(name, name)
+    shown = shown_by(name, original)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        index = args[1] if len(args) > 1 else kwargs.get("indices")
-        kind = type(index)
-        scope = current()
-        if scope is not None and args and kind is not int and kind is not slice:
-            with computing_unseen((*args, *kwargs.values())):
-                new = _checked_index(scope, called, index, args[0], fills=fills)
-            if new is not index and len(args) > 1:
-                args = (args[0], new, *args[2:])
-            elif new is not index:
-                kwargs["indices"] = new
-        return call_outside(original, shown, args, kwargs)
+        if SWITCH.on and args:
+            index = args[1] if len(args) > 1 else kwargs.get("indices")
+            kind = type(index)
+            if kind is not int and kind is not slice:
+                with computing_unseen((*args, *kwargs.values())):
+                    new = _checked_index(called, index, args[0], fills=fills)
+                if new is not index and len(args) > 1:
+                    args = (args[0], new, *args[2:])
+                elif new is not index:
+                    kwargs["indices"] = new
+        if shown is None or not has_torch_function((*args, *kwargs.values())):
+            return original(*args, **kwargs)
+        return call_shown(shown, args, kwargs)
 
     return function
 
@@ -425,7 +396,7 @@ def _all_if_empty(values: Any, items: Sequence[Any]) -> torch.Tensor | None:
     return None
 
 
-def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
+def _checked_index(name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return index
     whole = isinstance(index, tuple) or fills
@@ -438,7 +409,7 @@ def _checked_index(scope: Scope, name: str, index: Any, tensor: Any, *, fills: b
             argument = "index" if len(items) == 1 else f"index {place}"
             site = Site(name, argument, "index", -size, size - 1)
             unread = functools.partial(_all_if_empty, values, items)
-            items[place] = checked_value(scope, site, values, unread)
+            items[place] = checked_value(site, values, unread)
             changed = changed or items[place] is not values
     if not changed:
         return index

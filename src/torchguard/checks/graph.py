@@ -22,16 +22,17 @@ from torchguard._torch import (
     computing_unseen,
     inner_tensors,
     is_wrapped,
-    patch,
+    original_of,
     user_line_of,
 )
 from torchguard.checks.check import (
+    SWITCH,
     Flags,
     Site,
     bind,
     can_check,
     clamped,
-    current,
+    flags,
     indexed_dims,
     is_empty,
     is_on_cpu,
@@ -100,16 +101,17 @@ def checks_in_graph(
 
 
 def _read(seen: Any, sites: list[tuple[bool, list[Site]]]) -> None:
-    """Raise for what was seen on a CPU; what other devices have seen, the scope keeps."""
-    scope = current()
+    """Raise for what was seen on a CPU; what other devices have seen waits."""
     for (is_cpu, each), extremes in zip(sites, seen, strict=True):
         with computing_unseen():
             if is_cpu:
                 raise_outside(each, extremes.tolist())
                 continue
-            flags = Flags("call") if scope is None else scope.flags
             # A copy: the next call of a CUDA graph writes to the same memory.
-            flags.keep(each, extremes.clone())
+            waiting = flags if SWITCH.on else Flags()
+            waiting.keep(each, extremes.clone())
+            if not SWITCH.on:  # compiled under the guard, and called later
+                waiting.read()
 
 
 # ---- one node ----
@@ -253,15 +255,14 @@ def _row_of(node: fx.Node) -> Row | None:
 def _rows_by_function() -> dict[Any, Row]:
     found: dict[Any, Row] = {operator.getitem: _GETITEM, operator.setitem: _SETITEM}
     modules = {"": torch, "F": torch.nn.functional, "nn": C_NAMESPACE}
-    with patch.originals_in_place():
-        found[torch.index_put] = _INDEX_PUT
-        for row in ROWS:
-            for each in row.names:
-                kind, _, name = each.rpartition(".")
-                if name in vars(modules[kind]):
-                    found[vars(modules[kind])[name]] = row
-        for function, name in _OPERATORS.items():
-            found[function] = found[getattr(torch, name)]
+    found[original_of(torch.index_put)] = _INDEX_PUT
+    for row in ROWS:
+        for each in row.names:
+            kind, _, name = each.rpartition(".")
+            if name in vars(modules[kind]):
+                found[original_of(vars(modules[kind])[name])] = row
+    for function, name in _OPERATORS.items():
+        found[function] = found[original_of(getattr(torch, name))]
     return found
 
 

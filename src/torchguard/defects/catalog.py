@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = get_args(Family)
 """The families in the order in which the catalog lists them."""
 
 CALLED_GUARDS = {
-    "guarded": "guarded(data=True)",
+    "rollback_on_error": "rollback_on_error(data=True)",
     "check_consistent": "check_consistent()",
     "bucketed": "bucketed()",
     "transaction": "transaction()",

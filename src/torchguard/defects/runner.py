@@ -399,8 +399,6 @@ def _guards_on(defect: Defect) -> Iterator[None]:
         names: list[Any] = [name for name in defect.guards if name not in CALLED_GUARDS]
         if names:
             stack.enter_context(torchguard.install(*names))
-        if "guarded" in defect.guards and defect.guarded_probe is None:
-            stack.enter_context(torchguard.guarded(data=True))
         yield
 
 

@@ -1,7 +1,8 @@
-"""The table of guards that ``install()`` knows: what each patches, and when it is needed."""
+"""The table of guards: what each replaces, and when it is needed."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,8 +15,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchguard._torch import has_python_out, is_wrapped_builtin, patch, paths_behind_python
+from torchguard._torch import (
+    DYNAMO,
+    has_python_out,
+    is_wrapped_builtin,
+    original_of,
+    patch,
+    paths_behind_python,
+)
 from torchguard.assignment.dynamo import (
+    SETITEM_SWITCH,
     setitem_replacements,
     slice_scatter_not_needed,
     slice_scatter_replacements,
@@ -25,60 +34,103 @@ from torchguard.checkpoint.saving import guard_commit, guard_save, guard_seriali
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.checks import api as checks
 from torchguard.interop import numpy_memory
-from torchguard.rollback import overlap, recompute
-from torchguard.rollback.operation import guard_out
-from torchguard.rollback.resize import guard_resize_, guard_resize_as_, guard_set_
+from torchguard.rollback import out, overlap, recompute, resize
+from torchguard.rollback.out import guard_out
+from torchguard.rollback.resize import (
+    guard_metadata,
+    guard_resize_,
+    guard_resize_as_,
+    guard_set_,
+)
 from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
-    "checks", "load", "numpy", "out", "overlap",
+    "all", "checks", "load", "numpy", "out", "overlap",
     "recompute", "resize", "save", "setitem", "slice_scatter", "verified",
 ]  # fmt: skip
-"""The names that ``install()`` takes: the keys of :data:`GUARDS`, for type checkers."""
+"""The names that ``install()`` takes: the keys of :data:`GUARDS` and ``"all"``."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What ``install(name)`` does."""
+    """What ``install(name)`` and ``guarded(name)`` do."""
 
     name: str
-    replacements: Callable[[], Mapping[str, patch.Make | patch.Computed]]
-    """Paths to patch, each with what makes the replacement from the original."""
+    replacements: Callable[[], patch.Replacements]
+    """Paths to replace, each with what makes the replacement from the original."""
 
-    not_needed: Callable[[], str | None]
+    not_needed: Callable[[], str | None] = lambda: None
     """Tries the defect on this torch: why the guard is not needed, or None if it is."""
 
-    patches_dynamo: bool = False
-    """Whether it has to wait until something imports Dynamo; it is tried again then."""
-
-    in_modules: Mapping[str, Mapping[str, patch.Make]] = field(default_factory=dict)
-    """Paths to patch as soon as a module is imported, by that module's name."""
+    in_modules: Mapping[str, patch.Replacements] = field(default_factory=dict)
+    """Paths to replace as soon as a module is imported, by that module's name."""
 
     changed: Callable[[], None] = lambda: None
-    """Called after the guard's paths were patched or put back."""
+    """Called after the guard's paths were replaced or put back."""
 
-    def paths(self) -> Mapping[str, patch.Make | patch.Computed]:
-        """Return what to patch now: in torch, and in the modules that are imported."""
+    ended: Callable[..., None] | None = None
+    """Called with ``failed=`` at the end of a scope and of the installation; may raise."""
+
+    switch: patch.Switch | None = None
+    """What the guard's replacements read; without one they are wrapped in what reads it."""
+
+    @functools.cached_property
+    def on(self) -> patch.Switch:
+        """Count the installations and the open scopes."""
+        return patch.Switch() if self.switch is None else self.switch
+
+    def paths(self) -> patch.Replacements:
+        """Return what to replace now: in torch, and in the modules that are imported."""
         found = dict(self.replacements())
         for name in self.in_modules:
-            found.update(self.paths_in(name))
-        return found
+            if name in sys.modules:
+                found.update(self.in_modules[name])
+        return found if self.switch is not None else self._switched(found)
 
-    def paths_in(self, module: str) -> Mapping[str, patch.Make]:
-        """Return what to patch in a module; what this release of it does not have is left out."""
-        imported = sys.modules.get(module)
-        return {
-            path: make
-            for path, make in self.in_modules.get(module, {}).items()
-            if imported is not None and patch.exists(path)
-        }
+    def waits(self) -> bool:
+        """Whether a module is not imported yet in which it replaces something."""
+        return any(name not in sys.modules for name in self.in_modules)
+
+    def _switched(self, replacements: patch.Replacements) -> patch.Replacements:
+        # The same for the same: what was made of it is used again.
+        known = self._wrappers
+        for make in replacements.values():
+            if make not in known:
+                assert not isinstance(make, property)
+                known[make] = functools.partial(_make_if_on, make, self.on)
+        return {path: known[make] for path, make in replacements.items()}
+
+    @functools.cached_property
+    def _wrappers(self) -> dict[Any, patch.Make]:
+        return {}
 
 
-_RESIZE = {
+def _make_if_on(
+    make: patch.Make, switch: patch.Switch, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make a replacement that does nothing while its guard is off."""
+    guarded = make(original)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return (guarded if switch.on else original)(*args, **kwargs)
+
+    return replacement
+
+
+_RESIZE: patch.Replacements = {
     "torch.Tensor.resize_": guard_resize_,
     "torch.Tensor.resize_as_": guard_resize_as_,
     "torch.Tensor.set_": guard_set_,
     "torch.resize_as_": guard_resize_as_,
+    # The other ways to change a shape that leave a corrupt tensor behind when they fail.
+    **dict.fromkeys(
+        (
+            *("torch.Tensor.resize_as_sparse_", "torch.resize_as_sparse_"),
+            *("torch.Tensor.as_strided_", "torch.as_strided_", "torch.Tensor.addbmm_"),
+            *("torch.Tensor.sparse_resize_", "torch.Tensor.sparse_resize_and_clear_"),
+        ),
+        guard_metadata,
+    ),
 }
 
 
@@ -103,15 +155,15 @@ _OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.funct
 _OUT_BEHIND_PYTHON = ("norm", "frobenius_norm", "nuclear_norm", "tensordot", "chain_matmul")
 
 
-def _out_replacements() -> Mapping[str, patch.Make]:
+def _out_replacements() -> patch.Replacements:
     paths = [
         f"{namespace.__name__}.{name}"
         for namespace in _OUT_NAMESPACES
-        for name, function in sorted(vars(namespace).items())
+        for name, value in sorted(vars(namespace).items())
         if not name.startswith("_")
         and (
             has_python_out(function)
-            if isinstance(function, BuiltinFunctionType)
+            if isinstance(function := original_of(value), BuiltinFunctionType)
             else is_wrapped_builtin(namespace, name)
         )
     ]
@@ -142,7 +194,7 @@ def _out_not_needed() -> str | None:
 # Its tables of patterns are filled when it runs, not when it is imported:
 # https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/pattern_utils.py
 _QUANTIZATION = "torch.ao.quantization.quantize_fx"
-_OUT_IN_PACKAGES = {
+_BY_IDENTITY: Mapping[str, patch.Replacements] = {
     _QUANTIZATION: {
         f"{_QUANTIZATION}.{name}": _with_originals
         for name in ("_prepare_fx", "_convert_fx", "_fuse_fx")
@@ -219,34 +271,39 @@ def _load_not_needed() -> str | None:
     return "a load_state_dict that fails leaves the module as it was on this torch"
 
 
-def _of_room(name: str, room: Any) -> Guard:
+def _of_room(name: str, room: Any, **more: Any) -> Guard:
     """Make the row of a guard that a module describes."""
-    return Guard(
-        name,
-        room.replacements,
-        room.not_needed,
-        in_modules=getattr(room, "IN_MODULES", {}),
-        changed=getattr(room, "changed", lambda: None),
-    )
+    names = {"switch": "SWITCH", "in_modules": "IN_MODULES", "changed": "changed", "ended": "ended"}
+    given = {key: getattr(room, name) for key, name in names.items() if hasattr(room, name)}
+    return Guard(name, room.replacements, room.not_needed, **{**given, **more})
 
 
+def _nothing() -> patch.Replacements:
+    return {}
+
+
+# In the order in which they lie on a path that several replace: the last is called first.
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
-        Guard("resize", lambda: _RESIZE, _resize_not_needed),
-        Guard("out", _out_replacements, _out_not_needed, in_modules=_OUT_IN_PACKAGES),
-        _of_room("overlap", overlap),
-        _of_room("checks", checks),
+        Guard("resize", lambda: _RESIZE, _resize_not_needed, switch=resize.SWITCH),
+        Guard(
+            "out", _out_replacements, _out_not_needed, in_modules=_BY_IDENTITY, switch=out.SWITCH
+        ),
+        _of_room("overlap", overlap, in_modules=_BY_IDENTITY),
+        _of_room("checks", checks, in_modules={**_BY_IDENTITY, **checks.IN_MODULES}),
         # Every torch so far needs it, and where Dynamo's note is right it changes nothing.
-        Guard("setitem", setitem_replacements, lambda: None, patches_dynamo=True),
+        Guard(
+            "setitem", _nothing, in_modules={DYNAMO: setitem_replacements()}, switch=SETITEM_SWITCH
+        ),
         Guard(
             "slice_scatter",
-            slice_scatter_replacements,
+            _nothing,
             slice_scatter_not_needed,
-            patches_dynamo=True,
+            in_modules={DYNAMO: slice_scatter_replacements()},
         ),
         # Every torch so far compiles something wrong, and to try it takes seconds.
-        Guard("verified", lambda: {"torch.compile": guard_compile}, lambda: None),
+        Guard("verified", lambda: {"torch.compile": guard_compile}),
         Guard("save", lambda: _SAVE, _save_not_needed, in_modules=_SAVE_IN_PACKAGES),
         Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
         _of_room("numpy", numpy_memory),
@@ -254,3 +311,6 @@ GUARDS: dict[str, Guard] = {
     )
 }
 """Every guard that ``install()`` knows, by name."""
+
+NEWEST_TESTED_TORCH = (2, 15)
+"""The newest of ``TORCH_VERSIONS`` in noxfile.py; of a later one ``install()`` warns."""

@@ -1,41 +1,37 @@
-"""install(): switch the guards on for code that knows nothing of them, and off again."""
+"""install(): switch guards on for the whole process, and off again."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._torch import (
-    DYNAMO,
-    dynamo_is_imported,
-    dynamo_is_there,
-    fill_tables,
-    on_import,
-    patch,
-    rebuild_dynamo_tables,
-    warn_user,
-)
-from torchguard._torch.overlays import forget
-from torchguard.errors import PatchConflictError, TorchGuardError
-from torchguard.patching.guards import GUARDS, GuardName
+from torchguard._torch import DYNAMO, on_import, patch, rebuild_dynamo_tables, warn_user
+from torchguard.errors import TorchGuardError
+from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 
 _DEFAULT = ("resize",)
 
-# Who holds each guard, and the paths each guard patched.
-_holders: dict[str, set[Installation]] = {}
-_paths: dict[str, list[str]] = {}
-_waiting: list[str] = []  # guards of Dynamo that is not imported yet
+# All of it is read and changed under patch.lock.
+_installed: dict[str, set[Installation]] = {}
+_scopes: Counter[str] = Counter()
+_in_place: set[str] = set()
+"""Guards whose replacements stand in torch, on or off."""
+
+_left_out: dict[str, str] = {}
+"""Guards that scopes go without on this torch, each with the reason."""
 
 
 @public
@@ -47,7 +43,8 @@ class Installation:
     """The guards this installation holds."""
 
     skipped: dict[str, str]
-    """Guards this torch does not need, each with the reason.
+    """Guards that are not on, each with the reason: PyTorch does not need it, or it does not
+    protect.
 
     A guard of Dynamo can move here from ``names`` when Dynamo is imported.
     """
@@ -55,19 +52,30 @@ class Installation:
     _only_if_needed: bool = field(repr=False)
 
     def uninstall(self) -> None:
-        """Let go of this installation's guards; those that no other installation holds are undone.
+        """End this installation; guards that nothing else needs are removed.
 
         Calling it again does nothing.
 
         Raises:
-            PatchConflictError: other code has patched on top; nothing is undone then.
+            PatchConflictError: other code has patched on top; nothing is changed then.
         """
         with patch.lock:
-            _undo([name for name in self.names if _holders.get(name) == {self}], self._let_go)
+            last = [
+                name for name in self.names if _installed.get(name) == {self} and not _scopes[name]
+            ]
+            _remove(last, self._let_go)
 
     def _let_go(self) -> None:
-        for holders in _holders.values():
-            holders.discard(self)
+        for name, holders in list(_installed.items()):
+            if self in holders:
+                holders.discard(self)
+                GUARDS[name].on.on -= 1
+                if not holders:
+                    del _installed[name]
+
+    def _skip(self, name: str, reason: str) -> None:
+        self.names = tuple(each for each in self.names if each != name)
+        self.skipped[name] = reason
 
     def __enter__(self) -> Self:
         return self
@@ -80,15 +88,14 @@ class Installation:
 def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False) -> Installation:
     """Switch guards on for the whole process: for applications, not for libraries.
 
-    Equals plain torch wherever nothing fails: same results, same tensors, same
-    graphs. All or nothing: if one guard can't be installed, none is. Installing
-    a guard that is installed already adds no second layer, and it stays until
-    every installation of it is undone.
+    Equals PyTorch without torchguard if nothing fails: same results, same tensors, same graphs.
+    Installing a guard that is installed already adds nothing, and it stays until every
+    installation of it has ended. For a block of code see :func:`guarded`.
 
     Guards:
-        ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``,
-        ``Tensor.set_`` and ``torch.resize_as_`` leave the tensor as it was when
-        they fail, as ``safe_resize_`` does.
+        ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``, ``Tensor.set_``,
+        ``Tensor.resize_as_sparse_`` and the other functions that change a shape leave the tensor
+        as it was when they fail, as ``safe_resize_`` does.
         ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
         ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
         ``"overlap"``: an operation that reads what it writes (``x -= x[:, :1]``) computes as if its
@@ -110,260 +117,334 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
         first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
         ``"checks"``: an index, a label, a divisor or a probability that is out of range raises,
-        in eager and in compiled code, as in a scope of :func:`checked`.
+        in eager and in compiled code. On a CPU it raises before the call; on a GPU when a value
+        is read, before ``optimizer.step()``, and at the end of a scope.
         ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
         its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
+        ``"all"``: each of these.
 
-    ``"setitem"`` and ``"slice_scatter"`` patch Dynamo. While nothing has imported
+    ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo. While nothing has imported
     that, they wait for it, and count as installed; ``"slice_scatter"`` is tried then,
     and may move to ``.skipped``. What was compiled before stays as it is: install
     first, or call ``torch.compiler.reset()``.
 
+    Each guard is tried once it is in place. One that does not protect is removed again, with a
+    warning, and ``.skipped`` says why; the others stay. What a guard does in compiled code is tried
+    when the program calls ``torch.compile`` for the first time. If PyTorch is newer than the
+    versions that torchguard is tested with, a warning says so once.
+
     Args:
-        *names: which guards; none for the default set.
+        *names: which guards; none for ``"resize"``.
         only_if_needed: try each defect first, and skip a guard whose defect this
             torch does not have (``.skipped`` says why).
         strict: raise if a guard does not protect on this torch.
-
-    Each guard is tried once it is in place. One that does not protect is taken off again, with a
-    warning, and ``.skipped`` says why; the others stay. With ``strict=True`` that raises instead.
-    What a guard does in compiled code is tried when the program calls ``torch.compile`` for the
-    first time, and a guard that does not protect there is taken off then, with a warning.
 
     Returns:
         An :class:`Installation`, which can be used in a ``with`` statement.
 
     Raises:
         ValueError: there is no guard of that name.
+        PatchConflictError: other code has patched on top of another guard; nothing is changed then.
         TorchGuardError: with ``strict``, a guard does not protect on this torch; none is installed.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/169179,
     https://github.com/pytorch/pytorch/issues/180164
     """
-    wanted = _known(names, "install") or _DEFAULT
-    # Every defect is tried before anything is patched: if a trial raises, nothing is. A trial may
-    # import Dynamo, for which another thread may hold the lock of Python's while it wants ours.
-    reasons = {
-        name: GUARDS[name].not_needed()
-        for name in wanted
-        if only_if_needed and name not in _holders
-    }
-    # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
-    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
-    on_import(DYNAMO, _dynamo_was_imported)
-    dynamo = dynamo_is_imported()
+    wanted = known(names, "install") or _DEFAULT
+    _warn_if_newer()
+    not_needed = _not_needed(wanted) if only_if_needed else {}
+    _wait_for_modules(wanted)
     with patch.lock:
-        skipped = {
-            name: reason
-            for name, reason in reasons.items()
-            if reason is not None and name not in _holders
-        }
-        chosen = tuple(name for name in wanted if name not in skipped)
-        new = {
-            name: GUARDS[name].paths()
-            for name in chosen
-            if name not in _holders and (dynamo or not GUARDS[name].patches_dynamo)
-        }
-        fill_tables()
-        for name in chosen:
-            if _paths.get(name) and not _is_in_force(name):
-                patch.renew(GUARDS[name].paths().items())
-        patch.apply(pair for pairs in new.values() for pair in pairs.items())
-        _paths.update({name: list(replacements) for name, replacements in new.items()})
-        for name in new:
-            GUARDS[name].changed()
-        installation = Installation(chosen, skipped, only_if_needed)
-        for name in chosen:
-            if name not in _holders and name not in new:
-                _waiting.append(name)
-            _holders.setdefault(name, set()).add(installation)
-        if dynamo_is_there():  # another thread has imported it in between
-            _apply_waiting()
-    for name in chosen:
-        for module in GUARDS[name].in_modules:
-            on_import(module, _module_was_imported)
-    _try_new(new, installation, strict=strict)
+        reasons, new = _put_in_place([name for name in wanted if name not in not_needed])
+        held = tuple(name for name in wanted if name not in not_needed and name not in reasons)
+        installation = Installation(held, {**not_needed, **reasons}, only_if_needed)
+        for name in held:
+            _installed.setdefault(name, set()).add(installation)
+            GUARDS[name].on.on += 1
+    reasons |= _try_new(new)
+    if strict and reasons:
+        installation.uninstall()
+        raise TorchGuardError(
+            "install: these guards do not protect: "
+            + "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+            + ". Nothing was installed; strict=False installs the others"
+        )
+    _warn_of(reasons)
     return installation
 
 
-def _try_new(names: Iterable[str], installation: Installation, *, strict: bool) -> None:
+@public
+def uninstall(*names: GuardName) -> None:
+    """Remove guards, however often they were installed; without names all of them.
+
+    Every attribute of torch is then the very object it was before, or absent
+    if it was absent. Guards that are not installed are passed over. A guard whose scope is open
+    (:func:`guarded`) stays until the scope has ended and this is called again.
+
+    Raises:
+        ValueError: there is no guard of that name.
+        PatchConflictError: other code has patched on top; nothing is changed then.
+    """
+    wanted = known(names, "uninstall") or tuple(GUARDS)
+
+    def let_go() -> None:
+        for name in wanted:
+            GUARDS[name].on.on -= len(_installed.pop(name, ()))
+            _left_out.pop(name, None)
+
+    with patch.lock:
+        _remove([name for name in wanted if name in _in_place and not _scopes[name]], let_go)
+
+
+@public
+def installed() -> tuple[str, ...]:
+    """Return the names of the guards in force, by :func:`install` or in a scope that is open.
+
+    It compares what stands in torch now, not a flag: a guard that other code has patched over, or
+    whose function other code has put back, is not in force. A guard of Dynamo that waits until
+    Dynamo is imported is. ``if "out" in torchguard.installed():``
+    """
+    with patch.lock:
+        names = dict.fromkeys((*_installed, *(name for name in GUARDS if _scopes[name])))
+        return tuple(
+            name
+            for name in names
+            if name in _in_place and all(patch.patched(path) for path in patch.paths_of(name))
+        )
+
+
+# ---- scopes ----
+
+
+def enter(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Open a scope; return the guards that are on in it."""
+    with patch.lock:
+        held = _in_place.intersection(names)
+        if len(held) == len(names):
+            for name in held:
+                _scopes[name] += 1
+                GUARDS[name].on.on += 1
+            return names
+    missing = tuple(name for name in names if name not in held)
+    if not all(name in _left_out for name in missing):
+        _prepare_scope(missing)
+    found = tuple(name for name in names if name in _in_place)
+    return enter(found)
+
+
+def _prepare_scope(missing: tuple[str, ...]) -> None:
+    """Put guards in place for a scope, and try those that are new."""
+    _warn_if_newer()
+    not_needed = _not_needed(missing)
+    _wait_for_modules(missing)
+    with patch.lock:
+        _left_out.update(not_needed)
+        reasons, new = _put_in_place([name for name in missing if name not in not_needed])
+        for name in new:
+            GUARDS[name].on.on += 1
+    reasons |= _try_new(new)
+    with patch.lock:
+        for name in new:
+            GUARDS[name].on.on -= 1
+        _left_out.update(reasons)
+    _warn_of(reasons)
+
+
+def leave(held: tuple[str, ...], *, failed: bool) -> None:
+    """Close a scope. The replacements stay, and do nothing while nobody needs them."""
+    try:
+        for name in held:
+            ended = GUARDS[name].ended
+            if ended is not None:  # "checks" raises what it has not reported yet
+                ended(failed=failed)
+    finally:
+        with patch.lock:
+            for name in held:
+                _scopes[name] -= 1
+                GUARDS[name].on.on -= 1
+
+
+# ---- one guard ----
+
+
+def _not_needed(names: Iterable[str]) -> dict[str, str]:
+    """Try the defects of guards that are not in place; return why some are not needed."""
+    # Not under the lock: a trial may import Dynamo, for which another thread may hold the lock of
+    # Python's while it wants ours.
+    reasons = {name: _reason(GUARDS[name]) for name in names if name not in _in_place}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _reason(guard: Guard) -> str | None:
+    try:
+        return guard.not_needed()
+    except Exception:  # noqa: BLE001  a trial that can't be made: the self-test says what is wrong
+        return None
+
+
+def _wait_for_modules(names: Iterable[str]) -> None:
+    """Let guards hear when a module is imported in which they replace something."""
+    # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
+    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
+    for module in (DYNAMO, *(module for name in names for module in GUARDS[name].in_modules)):
+        on_import(module, _module_was_imported)
+
+
+def _put_in_place(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Replace what these guards replace; return why some could not, and which are new."""
+    reasons: dict[str, str] = {}
+    new: list[str] = []
+    try:
+        for name in names:
+            reason = _replace(name)
+            if reason is not None:
+                reasons[name] = _of_this_torch(reason)
+            elif name not in _in_place:
+                new.append(name)
+                _in_place.add(name)
+                GUARDS[name].changed()
+    except BaseException:
+        _remove(new, lambda: None)
+        raise
+    return reasons, new
+
+
+def _replace(name: str) -> str | None:
+    """Replace what a guard replaces, as far as this torch has it; say why that is not possible."""
+    guard = GUARDS[name]
+    try:
+        paths = patch.apply(name, guard.paths(), rank=list(GUARDS).index(name))
+    except Exception as error:
+        if isinstance(error, TorchGuardError):  # a conflict with other code's patch
+            raise
+        return f"its functions can't be replaced: {type(error).__name__}: {error}"
+    if not paths and not guard.waits():
+        return "there is none of the functions that it replaces"
+    return None
+
+
+def _try_new(names: Iterable[str]) -> dict[str, str]:
     """Run the self-tests of guards that are new in place, the rest of them when they can be run."""
-    _try(names, SELF_TESTS, installation, strict=strict)
+    reasons = _try(names, SELF_TESTS)
     for module, tests in LATER_SELF_TESTS.items():
         if module in sys.modules:
-            _try(names, tests, installation, strict=strict)
+            reasons |= _try([name for name in names if name not in reasons], tests)
         else:
             on_import(module, _try_later)
+    return reasons
 
 
 def _try_later(module: ModuleType) -> None:
     """Run the self-tests that had to wait for a module."""
-    _try(list(_holders), LATER_SELF_TESTS[module.__name__])
+    on = [name for name in GUARDS if name in _in_place and GUARDS[name].on.on]
+    _warn_of(_try(on, LATER_SELF_TESTS[module.__name__]))
 
 
-def _try(
-    names: Iterable[str],
-    tests: Mapping[str, SelfTest],
-    installation: Installation | None = None,
-    *,
-    strict: bool = False,
-) -> None:
-    """Run the self-test of each of these guards; take off those that fail."""
+def _try(names: Iterable[str], tests: Mapping[str, SelfTest]) -> dict[str, str]:
+    """Run the self-test of each guard; remove those that do not protect, and return why."""
+    reasons: dict[str, str] = {}
     for name in names:
         reason = _why_it_does_not_protect(name, tests)
         if reason is not None:
-            reason = f"torch {torch.__version__}: {reason}"
+            reasons[name] = _of_this_torch(reason)
             with patch.lock:
-                _skip(name, reason)
-            if strict and installation is not None:
-                installation.uninstall()
-                raise TorchGuardError(
-                    f"install: {name!r} does not protect: {reason}; nothing was installed "
-                    "(strict=False installs the other guards)"
-                )
-            record("guard_skipped", name, reason)
-            warn_user(
-                f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
-                RuntimeWarning,
-            )
+                _take_off(name, reasons[name])
+    return reasons
 
 
 def _why_it_does_not_protect(name: str, tests: Mapping[str, SelfTest]) -> str | None:
     test = tests.get(name)
     try:
         return None if test is None else test()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the guard does not protect
+    except Exception as error:  # noqa: BLE001  whatever it is, the guard does not protect
         return f"its self-test failed with {type(error).__name__}: {error}"
 
 
-def _skip(name: str, reason: str) -> None:
-    """Take a guard off, and let those who hold it know why."""
-    holders = _holders.get(name, set())
-    with contextlib.suppress(PatchConflictError):  # other code has patched over it: it stays
-        _undo([name], lambda: None)
+def _take_off(name: str, reason: str) -> None:
+    """Remove a guard whatever holds it, and let the installations know why."""
+    holders = _installed.pop(name, set())
+    GUARDS[name].on.on -= len(holders)
+    _left_out[name] = reason
     for holder in holders:
-        holder.names = tuple(each for each in holder.names if each != name)
-        holder.skipped[name] = reason
+        holder._skip(name, reason)
+    with contextlib.suppress(TorchGuardError):  # under another patch it stays, and does nothing
+        _remove([name], lambda: None)
 
 
-@public
-def uninstall(*names: GuardName) -> None:
-    """Undo guards, however often they were installed; without names all of them.
-
-    Every attribute of torch is then the very object it was before, or absent
-    if it was absent. Guards that are not installed are passed over. Without names, what
-    :func:`guarded` and :func:`checked` keep between their scopes goes too.
-
-    Raises:
-        ValueError: there is no guard of that name.
-        PatchConflictError: other code has patched on top; nothing is undone then.
-    """
-    with patch.lock:
-        _undo(list(_known(names, "uninstall") or _holders), lambda: None if names else forget())
-
-
-@public
-def installed() -> tuple[str, ...]:
-    """Return the names of the guards in force, in the order they were installed.
-
-    It compares what stands in torch now, not a flag: a guard that other code has patched over, or
-    whose function other code has put back, is not in force. A guard of Dynamo that waits until
-    Dynamo is imported is. ``if "out" in torchguard.installed():``
-    """
-    return tuple(name for name in list(_holders) if _is_in_force(name))
-
-
-@public
-def get_original(path: str) -> Any:
-    """Return what torch itself has at a path such as ``"torch.Tensor.resize_"``, patched or not.
-
-    Raises:
-        AttributeError: torch has nothing there.
-        ValueError: the path does not begin with ``torch.``.
-    """
-    if not path.startswith("torch."):
-        raise ValueError(
-            f"get_original: path is {path!r}, expected one like 'torch.Tensor.resize_'"
-        )
-    found = patch.original(path)
-    if found is patch.ABSENT:
-        raise AttributeError(
-            f"get_original: torch has nothing at {path}; torchguard has put it there"
-        )
-    return found
-
-
-def _is_in_force(name: str) -> bool:
-    paths = _paths.get(name, [])
-    return name in _waiting or (bool(paths) and all(patch.patched(path) for path in paths))
-
-
-def _undo(names: list[str], then: Callable[[], None]) -> None:
-    patch.undo([path for name in names for path in _paths.get(name, ())])
+def _remove(names: list[str], then: Callable[[], None]) -> None:
+    """Put back what stood where these guards have replaced it."""
+    patch.undo(*names)
     with contextlib.ExitStack() as last:  # "checks" raises what it has not reported yet
         last.callback(then)
         for name in names:
-            _holders.pop(name, None)
-            _paths.pop(name, None)
-            if name in _waiting:
-                _waiting.remove(name)
+            _in_place.discard(name)
+            ended = GUARDS[name].ended
+            if ended is not None:
+                last.callback(ended, failed=False)
             last.callback(GUARDS[name].changed)
 
 
 def _module_was_imported(module: ModuleType) -> None:
-    """Patch a module that a guard waits for."""
-    with patch.lock:
-        for name in _holders:
-            found = GUARDS[name].paths_in(module.__name__)
-            new = {path: make for path, make in found.items() if path not in _paths[name]}
-            if new:
-                patch.apply(new.items())
-                _paths[name] += new
-
-
-def _dynamo_was_imported(_: ModuleType) -> None:
-    """Let Dynamo's tables know torch's own functions, and patch it for those that wait."""
-    with patch.lock:
-        with patch.originals_in_place():
+    """Replace what guards in place replace in a module; let Dynamo's tables know the originals."""
+    is_dynamo = module.__name__ == DYNAMO
+    if is_dynamo:
+        with patch.lock, patch.originals_set_aside():
             rebuild_dynamo_tables()
-        _apply_waiting()
+    with patch.lock:
+        concerned = [name for name in GUARDS if module.__name__ in GUARDS[name].in_modules]
+        for name in concerned:
+            if name in _in_place:
+                # Several may hold it: it stays if one of them wants it on a torch that is right.
+                anyway = any(not each._only_if_needed for each in _installed.get(name, ()))
+                reason = None if anyway or not is_dynamo else _reason(GUARDS[name])
+                reason = reason or _replace(name)
+                if reason is not None:
+                    _take_off(name, reason)
 
 
-def _apply_waiting() -> None:
-    """Patch Dynamo for the guards that have waited for it, or let their holders know why not."""
-    while _waiting:
-        name = _waiting.pop(0)
-        # Several may hold it: it is left out if none of them wants it on a torch that is right.
-        anyway = any(not holder._only_if_needed for holder in _holders[name])
-        reason = None if anyway else GUARDS[name].not_needed()
-        if reason is None:
-            try:
-                replacements = GUARDS[name].replacements()
-                patch.apply(replacements.items())
-            except AttributeError as error:  # importing Dynamo must not fail for it
-                reason = f"this torch's Dynamo is built differently: {error}"
-            else:
-                _paths[name] = list(replacements)
-                continue
-        for holder in _holders.pop(name):
-            holder.names = tuple(each for each in holder.names if each != name)
-            holder.skipped[name] = reason
+def _of_this_torch(reason: str) -> str:
+    return f"torch {torch.__version__}: {reason}"
 
 
-def _known(names: Iterable[str], operation: str) -> tuple[str, ...]:
-    """Return the names once each, or raise with the list of guards."""
+def _warn_of(reasons: dict[str, str]) -> None:
+    for name, reason in reasons.items():
+        record("guard_skipped", name, reason)
+        warn_user(
+            f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
+            RuntimeWarning,
+        )
+
+
+@functools.cache
+def _warn_if_newer() -> None:
+    """Warn once if no version of torch as new as this one was tested."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if version > NEWEST_TESTED_TORCH:
+        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+        warn_user(
+            f"torchguard: torch {torch.__version__} is newer than {newest}, the newest that this "
+            "version of torchguard is tested with. Each guard is tried when it is installed, and "
+            "is left out if it does not protect",
+            RuntimeWarning,
+        )
+
+
+def known(names: Iterable[object], operation: str) -> tuple[str, ...]:
+    """Return the names once each, or raise with the list of guards; ``"all"`` is every guard."""
+    found: dict[str, None] = {}
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
                 f"{operation}: got {name!r}, expected names of guards as separate arguments: "
                 f"{operation}('resize', 'out')"
             )
-        if name not in GUARDS:
+        if name != "all" and name not in GUARDS:
             close = difflib.get_close_matches(name, GUARDS, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(
                 f"{operation}: there is no guard named {name!r}; {hint}guards are: "
-                f"{', '.join(sorted(GUARDS))}"
+                f"{', '.join(sorted(GUARDS))}, or 'all'"
             )
-    return tuple(dict.fromkeys(names))
+        found |= dict.fromkeys(GUARDS if name == "all" else (name,))
+    return tuple(found)

@@ -18,28 +18,26 @@ import torch
 from torch.overrides import has_torch_function
 
 from torchguard._torch import (
-    FOREACH_ADD,
     computing_unseen,
     has_python_out,
     operator_schemas,
+    original_of,
     overriding,
     patch,
-    register_in_dynamo,
     show_overriding,
     shown_for,
     without_torch_function,
 )
 from torchguard._torch.mutation import DUNDERS, writes_of
-from torchguard._torch.overlays import AttributeOverlay
-from torchguard._torch.schemas import describe_as
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
 from torchguard.equivalence.reference import is_error, warn_of
 
-INSTALLED = FOREACH_ADD
-"""The path that ``install("overlap")`` patches; the others it shares with other guards."""
+SWITCH = patch.Switch()
+"""Whether the guard "overlap" is on."""
 
 _NO_MEMORY = frozenset((float, int, bool, complex, str, slice, type(None), type(...), torch.dtype))
 LISTS = ("_foreach_", "_fused_", "_amp_")
+NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.sparse, torch.nn.functional)
 
 
 def computed(
@@ -78,16 +76,6 @@ def computed(
 
 
 _SEEN_BY_ALL = contextlib.nullcontext()
-
-
-def cloned(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which a call in ``guarded(overlap=True)`` computes that."""
-    args, kwargs, overlap = separated(function, args, kwargs)
-    if overlap is not None:
-        warn_of(function, overlap)
-    return args, kwargs
 
 
 def _call_with_copies(
@@ -132,17 +120,29 @@ def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
     return True
 
 
-def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def guard_method(  # noqa: C901  in one frame: a traceback gains one line
+    name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
     """Let a method of ``Tensor`` that writes compute as if its operands were copied first."""
     elementwise = is_elementwise(original)
     is_operator = name in DUNDERS and name != "__setitem__"
-    plain = PLAIN
+    # The replacement below, if there is one, shows the call.
+    shown = shown_for(name) if original_of(original) is original else None
+    plain, switch = PLAIN, SWITCH
 
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:  # noqa: C901, PLR0911  the quick answers first
         if has_torch_function(args) or kwargs:
             if has_torch_function((*args, *kwargs.values())):
-                call = show_overriding(shown, args, kwargs, is_operator=is_operator)
+                call = original
+                if shown is not None:
+                    call = show_overriding(shown, args, kwargs, is_operator=is_operator)
+                if not switch.on:
+                    return call(*args, **kwargs)
                 return computed(original, args, kwargs, call, is_seen=True)
+            if not switch.on:
+                return original(*args, **kwargs)
+        elif not switch.on:
+            return original(*args)
         elif len(args) == 2:  # noqa: PLR2004
             one, other = args
             kind = type(other)
@@ -159,9 +159,11 @@ def guard_method(name: str, shown: Any, original: Callable[..., Any]) -> Callabl
 
 def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to an argument, and may have ``out=``, do so."""
-    lists = original.__name__.startswith(LISTS)
+    lists, switch = original.__name__.startswith(LISTS), SWITCH
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if not switch.on:
+            return original(*args, **kwargs)
         # What torch's optimizers hand over, their states, they have made themselves.
         if lists and str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.optim."):
             return original(*args, **kwargs)
@@ -174,11 +176,13 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
 def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to ``out=``, and to nothing else, do so."""
     elementwise = is_elementwise(original)
-    plain = PLAIN
+    plain, switch = PLAIN, SWITCH
 
     def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:
             return original(*args, **kwargs)
+        if not switch.on:
+            return original(*args, out=out, **kwargs)
         if has_torch_function((*args, out, *kwargs.values())):
             return computed(original, args, {**kwargs, "out": out}, is_seen=True)
         if type(out) in plain:
@@ -206,61 +210,22 @@ def _reads_others(name: str) -> bool:
 
 
 @functools.cache
-def _overlays() -> tuple[AttributeOverlay, ...]:
-    with patch.originals_in_place():
-        return _looked_up()
-
-
-# Its loops are not in the `with` statement: see block.py.
-def _looked_up() -> tuple[AttributeOverlay, ...]:
-    from torchguard.rollback import interception  # noqa: PLC0415 - it imports this
-
-    methods: dict[str, patch.Make] = {}
+def replacements() -> patch.Replacements:
+    """Return what ``install("overlap")`` replaces."""
+    found: dict[str, patch.Make | property] = {}
     for name in dir(torch.Tensor):
         if name in DUNDERS or (name.endswith("_") and not name.endswith("__")):
             writes = writes_of(getattr(torch.Tensor, name))
             if writes is not None and writes.elements and _reads_others(name):
-                make = functools.partial(guard_method, name, shown_for(name))
-                methods[name] = functools.partial(_named, f"torch.Tensor.{name}", make)
-    found = [AttributeOverlay(torch.Tensor, methods)]
-    for module in interception.NAMESPACES:
-        makes = {
-            name: functools.partial(_named, path, guard_function if writes_it else guard_out)
-            for name, function in sorted(vars(module).items())
-            if isinstance(function, BuiltinFunctionType) and not name.startswith("__")
-            if (path := f"{module.__name__}.{name}") != INSTALLED
-            if (writes_it := writes_of(function) is not None and _reads_others(name))
-            or (has_python_out(function) or name.endswith("_copy"))
-        }
-        if makes:
-            found.append(AttributeOverlay(module, makes))
-    return tuple(found)
-
-
-def _named(path: str, make: patch.Make, original: Callable[..., Any]) -> Callable[..., Any]:
-    function: Any = make(original)
-    describe_as(function, original, path, is_method=path.startswith("torch.Tensor."))
-    register_in_dynamo(function, original)
-    return function  # type: ignore[no-any-return]
-
-
-_applied: list[AttributeOverlay] = []
-
-
-def replacements() -> dict[str, patch.Make]:
-    """Return what ``install("overlap")`` patches by itself; :func:`changed` does the rest."""
-    return {INSTALLED: guard_function}
-
-
-def changed() -> None:
-    """Put the overlays on when the guard is installed, or take them off."""
-    with patch.lock:
-        if patch.patched(INSTALLED) and not _applied:
-            patch.overlay(_overlays())
-            _applied.extend(_overlays())
-        elif not patch.patched(INSTALLED) and _applied:
-            patch.remove_overlay(list(_applied))
-            _applied.clear()
+                found[f"torch.Tensor.{name}"] = functools.partial(guard_method, name)
+    for module in NAMESPACES:
+        for name, value in sorted(vars(module).items()):
+            function = original_of(value)
+            if isinstance(function, BuiltinFunctionType) and not name.startswith("__"):
+                writes_it = writes_of(function) is not None and _reads_others(name)
+                if writes_it or has_python_out(function) or name.endswith("_copy"):
+                    found[f"{module.__name__}.{name}"] = guard_function if writes_it else guard_out
+    return found
 
 
 def not_needed() -> str | None:

@@ -26,8 +26,8 @@ from torch.overrides import (
 )
 
 from torchguard._public import public
-from torchguard._torch import overriding, without_torch_function
-from torchguard.rollback.operation import cannot_grow, lacks_allocator
+from torchguard._torch import overriding, patch, without_torch_function
+from torchguard.rollback.out import cannot_grow, lacks_allocator
 from torchguard.state.interrupts import roll_back
 from torchguard.state.tensors import Snapshot, bytes_needed, capture
 
@@ -35,11 +35,17 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
+SWITCH = patch.Switch()
+"""Whether the guard "resize" is on."""
 
-def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Callable[..., Any]:
+
+def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
+    original: Callable[..., Any], *, helper: bool = False
+) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
     tensor_type = torch.Tensor
     operation = "safe_resize_" if helper else "resize_"
+    switch = patch.Switch(1) if helper else SWITCH
 
     # Named parameters instead of *size, and a comparison instead of a snapshot:
     # together they halve what a call pays that does not grow.
@@ -52,7 +58,8 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
         **options: Any,
     ) -> torch.Tensor:
         if (
-            type(self) is tensor_type
+            switch.on
+            and type(self) is tensor_type
             and type(size) is int
             and size >= 0
             and not (rest or options)
@@ -81,7 +88,7 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
                 return original(self, size, second)  # type: ignore[no-any-return]
 
         sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
-        saved = _begin(self, operation, sizes or (options.get("size"),))
+        saved = _begin(self, operation, sizes or (options.get("size"),)) if switch.on else None
         try:
             if helper:
                 return type(self).resize_(self, *sizes, **options)
@@ -90,7 +97,8 @@ def guard_resize_(original: Callable[..., Any], *, helper: bool = False) -> Call
                 return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
-            roll_back(saved.restore)
+            if saved is not None:
+                roll_back(saved.restore)
             raise
 
     return resize_
@@ -100,15 +108,14 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
 
     def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = begin_resize_as_(args, kwargs)
-        if saved is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
+        saved = _begin_resize_as_(args, kwargs) if SWITCH.on else None
         try:
             if has_torch_function(args):
                 return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
-            roll_back(saved.restore)
+            if saved is not None:
+                roll_back(saved.restore)
             raise
 
     return resize_as_
@@ -118,17 +125,35 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
 
     def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = begin_set_(args, kwargs)
-        if saved is None:
-            return original(*args, **kwargs)  # type: ignore[no-any-return]  # torch complains
+        saved = _begin_set_(args, kwargs) if SWITCH.on else None
         try:
             # Not shown to subclasses and modes: torch does not show them set_ either.
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
-            roll_back(saved.restore)
+            if saved is not None:
+                roll_back(saved.restore)
             raise
 
     return set_
+
+
+def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make another function that changes the shape of its first argument exception-safe."""
+
+    def changes_metadata(*args: Any, **kwargs: Any) -> Any:
+        written = args[0] if args else kwargs.get("input")
+        saved = capture(written) if SWITCH.on and isinstance(written, torch.Tensor) else None
+        try:
+            if has_torch_function((*args, *kwargs.values())):
+                seen_by = overriding((*args, *kwargs.values()))
+                return handle_torch_function(original, seen_by, *args, **kwargs)
+            return original(*args, **kwargs)
+        except BaseException:
+            if saved is not None:
+                roll_back(saved.restore)
+            raise
+
+    return changes_metadata
 
 
 def _runs(guard: Any) -> Callable[[_Function], _Function]:
@@ -239,7 +264,7 @@ def safe_set_(
     given = {"storage_offset": storage_offset, "size": size, "stride": stride}
     arguments: dict[str, Any] = {} if source is None else {"source": source}
     arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
-    saved = begin_set_((tensor,), arguments, "safe_set_")
+    saved = _begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
     try:
         return tensor.set_(**arguments)  # type: ignore[return-value]
@@ -251,19 +276,14 @@ def safe_set_(
 # ---- what to read before a call; what would kill the process raises here ----
 
 
-def begin_resize_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
-    """Begin a call of ``resize_``."""
-    return _begin(args[0], "resize_", args[1:] or (kwargs.get("size"),)) if args else None
-
-
-def begin_resize_as_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+def _begin_resize_as_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
     """Begin a call of ``resize_as_``; ``torch.resize_as_`` takes both arguments by name."""
     tensor = args[0] if args else kwargs.get("input")
     template = args[1] if len(args) > 1 else kwargs.get("the_template")
     return None if tensor is None else _begin(tensor, "resize_as_", (_numel(template),))
 
 
-def begin_set_(
+def _begin_set_(
     args: tuple[Any, ...], kwargs: dict[str, Any], operation: str = "set_"
 ) -> Snapshot | None:
     """Begin a call of ``set_``; the storage is the one that the tensor gets."""

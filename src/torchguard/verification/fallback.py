@@ -77,11 +77,11 @@ def _inductor_and_fallbacks(compiler: Compiler) -> tuple[Fallback, ...]:
         # There is no option for it. TracedGraph.compile holds Dynamo's lock, so no other thread's
         # graph is compiled while the patch is in place.
         paths = mutation_switches()
-        patch.apply((path, _without_input_mutations) for path in paths)
+        patch.apply(OUTSIDE, dict.fromkeys(paths, _without_input_mutations))
         try:
             return compiler(graph, inputs)
         finally:
-            patch.undo(paths)
+            patch.undo(OUTSIDE)
 
     def with_casts_that_round(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         # Inductor leaves out x.half().float(): https://github.com/pytorch/pytorch/issues/185337

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import torch
@@ -16,6 +16,12 @@ _MORE_THAN_ANY_MACHINE_HAS = 2**50  # elements: 4 PiB of float32, yet no overflo
 _HALF_OF_TOO_MANY = 2**40  # squared, it does not fit 64 bits
 
 _Call = Callable[[Tensor], object]
+_Scope = Callable[[Tensor], AbstractContextManager[object]]
+"""What a call that writes to a tensor is made in."""
+
+
+def _rolled_back(tensor: Tensor) -> AbstractContextManager[object]:
+    return torchguard.rollback_on_error(tensor, data=True)
 
 
 def _growable() -> Tensor:
@@ -178,10 +184,11 @@ _OUT_CASES: tuple[tuple[str, torch.dtype, _Call], ...] = (
 )
 
 
-def _damage_of(out: Tensor, call: _Call) -> str | None:
+def _damage_of(out: Tensor, call: _Call, scope: _Scope) -> str | None:
     shape, values = out.shape, out.tolist()
     try:
-        call(out)
+        with scope(out):
+            call(out)
     except (RuntimeError, IndexError, ValueError):
         if out.shape != shape:
             return f"{tuple(shape)} became {tuple(out.shape)}"
@@ -192,17 +199,22 @@ def _damage_of(out: Tensor, call: _Call) -> str | None:
 
 @memory_defect(
     "a failing out= call leaves out resized or filled with garbage",
-    guards=("guarded",),
-    limits='elements come back with data=True only; guarded() and install("out") restore shape and '
-    "storage, and leave what was written, with the version counter moved on",
+    guards=("rollback_on_error",),
+    guarded_probe=lambda: _fail_into_out(_rolled_back),
+    limits='install("out") restores shape and storage for every call, and leaves what was written, '
+    "with the version counter moved on",
 )
 def out_garbage() -> str | None:
     """Let each call fail once into an empty ``out`` and once into one that holds data."""
+    return _fail_into_out(nullcontext)
+
+
+def _fail_into_out(scope: _Scope) -> str | None:
     damaged: dict[str, str] = {}
     for name, dtype, call in _OUT_CASES:
         # 77 is no result of any of these calls.
         for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
-            damage = _damage_of(out, call)
+            damage = _damage_of(out, call, scope)
             if damage is not None:
                 damaged.setdefault(name, damage)
     if not damaged:
@@ -237,13 +249,13 @@ _WRITES: tuple[tuple[str, _Call], ...] = (
 )
 
 
-def _gradient_error(call: _Call) -> float:
+def _gradient_error(call: _Call, scope: _Scope) -> float:
     """Return how wrong the gradient of w * t is when ``call`` fails before the backward."""
     t = torch.arange(1.0, 5.0)
     w = torch.ones(4, requires_grad=True)
     right = t.clone()  # d(w * t).sum() / dw is t as it was in the forward
     loss = (w * t).sum()
-    with suppress(RuntimeError, IndexError):
+    with suppress(RuntimeError, IndexError), scope(t):
         call(t)
         return 0.0
     with suppress(RuntimeError):  # autograd noticed that t was modified
@@ -254,11 +266,16 @@ def _gradient_error(call: _Call) -> float:
 
 @memory_defect(
     "an indexed write that raises has written part of its rows; backward uses them",
-    guards=("guarded",),
+    guards=("rollback_on_error",),
+    guarded_probe=lambda: _fail_to_write(_rolled_back),
 )
 def index_partial() -> str | None:
     """Let each write fail between a forward and its backward and look at the gradient."""
-    errors = {name: _gradient_error(call) for name, call in _WRITES}
+    return _fail_to_write(nullcontext)
+
+
+def _fail_to_write(scope: _Scope) -> str | None:
+    errors = {name: _gradient_error(call, scope) for name, call in _WRITES}
     wrong = [name for name, error in errors.items() if error > 0]
     if not wrong:
         return None

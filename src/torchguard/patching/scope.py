@@ -1,0 +1,147 @@
+"""guarded(): guards that are on while a block or a function runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+
+from torchguard._public import public
+from torchguard.patching.guards import GuardName
+from torchguard.patching.install import enter, known, leave
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Guarded:
+    """What :func:`guarded` returns: a context manager and a decorator, usable again and again."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._entered: list[tuple[str, ...]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(enter(self._names))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        leave(self._entered.pop(), failed=kind is not None)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Run every call of ``function`` in the scope; of a generator, every step.
+
+        Raises:
+            TypeError: ``function`` is a class or an asynchronous generator.
+        """
+        if isinstance(function, type) or not callable(function):
+            found = "a Tensor" if isinstance(function, torch.Tensor) else repr(function)
+            if isinstance(function, type):
+                found = f"the class {function.__qualname__}"
+            raise TypeError(
+                f"guarded: function is {found}, "
+                "expected a function or a method: decorate those that change tensors"
+            )
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"guarded: {function.__qualname__} is an async generator, expected a function, a "
+                "generator or a coroutine; write `with torchguard.guarded():` around the "
+                "operations between two steps"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            async def awaited(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return functools.wraps(function)(awaited)  # type: ignore[return-value]
+        is_generator = inspect.isgeneratorfunction(function)
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return function(*args, **kwargs)
+            if is_generator:
+                return self._run_generator(function, args, kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        # Dynamo keeps its decisions with the code: each function has to have its own.
+        inside.__code__ = inside.__code__.replace()
+        return functools.wraps(function)(inside)  # type: ignore[return-value]
+
+    def _run_generator(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[Any, Any, Any]:
+        """Run each step of a generator in the scope, and nothing between the steps."""
+        generator = function(*args, **kwargs)
+        step: Callable[[], Any] = functools.partial(next, generator)
+        try:
+            while True:
+                with self:
+                    item = step()
+                try:
+                    step = functools.partial(generator.send, (yield item))
+                except GeneratorExit:
+                    with self:
+                        generator.close()
+                    raise
+                except BaseException as error:  # noqa: BLE001  thrown in by the caller
+                    step = functools.partial(generator.throw, error)
+        except StopIteration as stop:
+            return stop.value
+
+
+@public
+def guarded(*names: GuardName) -> Guarded:
+    """Switch guards on for a block of code: the names are those of :func:`install`.
+
+    Equals the block without it if nothing fails. Use it as a context manager, or as the decorator
+    of a function, a generator or a coroutine. The guards are on for the whole process, in every
+    thread, as long as a scope that names them is open; scopes nest and overlap.
+
+    The first scope of a guard replaces functions of PyTorch, as :func:`install` does. They stay
+    replaced until :func:`uninstall` is called, and do nothing while no scope is open, so that
+    entering a scope costs a microsecond. A guard that this PyTorch does not need is left out. One
+    that does not protect is left out with a warning.
+
+    A function that was imported by name before the first scope (``from torch import add``) is
+    called as it is, and so is what C++ calls. A function that was compiled before the first scope
+    may be compiled once more.
+
+    Args:
+        *names: which guards; none for ``"resize"`` and ``"out"``: an operation that fails leaves
+            the shape, strides, storage offset and storage of its tensors as they were. ``"all"``
+            is every guard.
+
+    Raises:
+        ValueError: there is no guard of that name.
+        NonResizableStorageError: with ``"resize"`` or ``"out"``, a tensor in shared memory would
+            have to grow; PyTorch kills the process.
+        IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError: with ``"checks"``, at the end
+            of the scope at the latest.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298,
+    https://github.com/pytorch/pytorch/issues/197554
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> out = torch.from_numpy(np.empty(0, dtype=np.float32))
+        >>> with torchguard.guarded():
+        ...     try:
+        ...         torch.add(torch.ones(3), 1, out=out)
+        ...     except RuntimeError:
+        ...         print(out.shape)
+        torch.Size([0])
+    """
+    # Not is_compiling(): that is True as well while another thread compiles.
+    if torch.compiler.is_dynamo_compiling():
+        return contextlib.nullcontext()  # type: ignore[return-value]
+    if len(names) == 1 and callable(names[0]):
+        name = getattr(names[0], "__name__", "function")
+        raise TypeError(
+            f"guarded: got {name}, expected names of guards; write @torchguard.guarded() "
+            f"above {name}"
+        )
+    return Guarded(known(names, "guarded") or ("resize", "out"))

@@ -20,13 +20,14 @@ from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDi
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.arange(12.0).reshape(4, 3)
 GOOD, BAD = torch.tensor([0, 3]), torch.tensor([0, -1])
+SCOPES: list[Any] = [lambda: torchguard.guarded("checks"), lambda: torchguard.install("checks")]
 
 
 def select(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index) * 2
 
 
-@pytest.mark.parametrize("scope", [torchguard.checked, lambda: torchguard.install("checks")])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_each_side_of_a_scope_has_its_own_graph(scope: Any) -> None:
     """One each, however often scopes are entered; the one outside is the one without checks."""
     backend = Counting("aot_eager")
@@ -250,9 +251,10 @@ def test_no_value_leaves_the_device_before_the_flags_are_read(read: str) -> None
 
 @on_device
 def test_when_the_flags_are_read() -> None:
-    """After each call with ``report="call"``; after another exception they are not."""
-    with torchguard.checked(report="call"), pytest.raises(IndexOutOfRangeError):
-        functional.embedding(FAR, X)
+    """At the end of each scope, inside of another too; after another exception they are not."""
+    with torchguard.guarded("checks"):
+        with pytest.raises(IndexOutOfRangeError), torchguard.guarded("checks"):
+            functional.embedding(FAR, X)
     with pytest.raises(KeyError), torchguard.guarded("checks"):
         functional.embedding(FAR, X)
         raise KeyError
@@ -306,12 +308,10 @@ def test_compiled_code_keeps_its_flags_in_the_scope() -> None:
         found.append(compiled(X, FAR))
         compiled(X, GOOD)
     assert found[0].equal(2 * X[[0, 3]])
-    with torchguard.checked(report="call"), pytest.raises(IndexOutOfRangeError):
-        compiled(X, FAR)
 
 
 @on_device
-@pytest.mark.parametrize("scope", [torchguard.checked, lambda: torchguard.install("checks")])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_a_bad_batch_never_reaches_the_weights(scope: Any) -> None:
     """The flags are read before ``optimizer.step()``, so that a transaction undoes the step."""
     embedding = torch.nn.Embedding(4, 3)

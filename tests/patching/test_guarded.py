@@ -148,7 +148,7 @@ def test_a_coroutine_is_covered_until_it_ends() -> None:
         return resize_is_safe()
 
     async def run() -> list[bool]:
-        return await asyncio.gather(task(), task())
+        return [*await asyncio.gather(task(), task())]
 
     assert asyncio.run(run()) == [True, True]
     assert on() == NOTHING
@@ -245,7 +245,7 @@ def test_a_scope_imports_no_compiler_and_leaves_nothing_in_its_tables() -> None:
         import torch, torchguard
         from torchguard.patching.guards import GUARDS
 
-        finders, builtins = list(sys.meta_path), dict(torch.jit._builtins._get_builtin_table())
+        finders = list(sys.meta_path)
         everything = [name for name in GUARDS if name != "recompute"]
         with torchguard.guarded(*everything):
             pass
@@ -254,6 +254,7 @@ def test_a_scope_imports_no_compiler_and_leaves_nothing_in_its_tables() -> None:
 
         import torch._dynamo.trace_rules
         from torch._dynamo.variables.builder import VariableBuilder
+        builtins = dict(torch.jit._builtins._get_builtin_table())
         table = torch._dynamo.trace_rules.get_torch_obj_rule_map()
         rules, kinds, ids = dict(table), dict(VariableBuilder._type_dispatch()), dict(
             VariableBuilder._id_dispatch())
@@ -308,5 +309,5 @@ def test_guarded_inside_of_compiled_code_does_nothing() -> None:
 
 def test_every_guard_can_be_a_scope() -> None:
     for name in GUARDS:
-        with guarded(name):
+        with guarded(name):  # type: ignore[arg-type]
             assert name in installed() or name == "slice_scatter"

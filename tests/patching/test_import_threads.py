@@ -50,22 +50,6 @@ def test_two_threads_import_modules_that_import_each_other() -> None:
     assert output_of(MODULES + program) == "False False True\n"
 
 
-def test_modules_that_are_imported_in_the_midst_of_a_change_see_torchs_own() -> None:
-    program = """
-    module("tg_inner", "import torch; taken = torch.add")
-    module("tg_outer", "import torch, torch.tg_inner; taken = torch.add")
-    from torchguard._torch import patch
-    torchguard.install("out", only_if_needed=False)
-    def make(original):
-        import torch.tg_outer
-        return lambda *args, **kwargs: original(*args, **kwargs)
-    patch.apply([("torch.Tensor.resize_", make)])
-    own = patch.original("torch.add")
-    print(torch.tg_inner.taken is own, torch.tg_outer.taken is own, torch.add is own)
-    """
-    assert output_of(MODULES + program) == "True True False\n"
-
-
 def test_guards_come_and_go_while_another_thread_imports() -> None:
     """What is installed is in force when the import has ended, and what is undone is not.
 
@@ -87,14 +71,14 @@ def test_guards_come_and_go_while_another_thread_imports() -> None:
         print(torchguard.installed())
         torch.go_on.set()
         slow.join(20)
-        print("index_copy_" in vars(torch.Tensor), in_force())
+        print("out" in torchguard.installed(), in_force())
     torchguard.uninstall()
     print(in_force(), type(torch.add).__name__)
     """
     assert output_of(MODULES + program).splitlines() == [
         "in the child: True",
-        "()",
-        "('out',)",
+        "('resize', 'out')",
+        "('resize', 'out')",
         "True True",
         "False builtin_function_or_method",
     ]

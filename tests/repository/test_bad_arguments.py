@@ -29,7 +29,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
         lambda: ANY.doctor(only="buffer-updat")
     ),
     "TypeError: guarded: function is a Tensor, expected a function or a method": (
-        lambda: ANY.guarded(torch.ones(2))
+        lambda: ANY.guarded()(torch.ones(2))
     ),
     "TypeError: bucketed: got Buckets by position, expected options by name: ": (
         lambda: ANY.bucketed(len, ANY.Buckets([4]))

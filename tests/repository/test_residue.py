@@ -42,10 +42,14 @@ def test_what_others_set_remove_and_enter_is_residue(monkeypatch: pytest.MonkeyP
     assert found == ["1 modes are left on the torch function stack"]
 
 
-def test_the_hook_into_dynamo_is_residue() -> None:
-    import torch._dynamo.eval_frame  # noqa: F401, PLC0415
+def test_what_a_scope_leaves_is_residue_until_uninstall() -> None:
+    import torch._dynamo.output_graph  # noqa: F401, PLC0415
 
     assert residue() == []
-    with torchguard.guarded():
-        found = "\n".join(residue())
-    assert "torch._dynamo.eval_frame._maybe_set_eval_frame was replaced" in found
+    with torchguard.guarded("out", "checks"):
+        pass
+    found = "\n".join(residue())
+    assert "torch.add was replaced" in found
+    assert "torch._dynamo.output_graph.OutputGraph.call_user_compiler was replaced" in found
+    torchguard.uninstall()
+    assert residue() == []

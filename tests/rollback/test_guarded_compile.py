@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -189,20 +188,6 @@ def test_a_scope_is_whole_after_an_exception_in_compiled_code() -> None:
             assert outcome_of(lambda: call(X)).error is not None  # noqa: B023
             assert stack() == 0
             assert shape_after_failure() == (1,)
-
-
-def test_a_scope_around_compiled_code_is_of_its_own_thread() -> None:
-    function = torch.compile(broken, backend="eager")
-
-    def work(number: int) -> None:
-        with guarded() if number % 2 else nullcontext():
-            for _ in range(20):
-                function(X)
-                assert stack() == 0
-                assert (shape_after_failure() == (1,)) == bool(number % 2)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
 
 
 def test_a_scope_keeps_a_device_context_around_compiled_code() -> None:

@@ -57,13 +57,6 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
         wrapt.register_post_import_hook(action, name)
 
 
-def dynamo_is_imported() -> bool:
-    """Whether Dynamo is there; an import that another thread has begun is waited for."""
-    if "torch._dynamo" in sys.modules:
-        importlib.import_module("torch._dynamo")
-    return hasattr(sys.modules.get("torch._dynamo"), "optimize")
-
-
 def dynamo_is_there() -> bool:
     """Whether the import of Dynamo has ended, without waiting for it."""
     # importlib sets _initializing while it executes a module, and has nothing public that says so.

@@ -56,13 +56,6 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 """Return the tensor of which autograd tracks this one as a view, or None."""
 
 
-def refuses_writes(tensor: torch.Tensor) -> bool:
-    """Whether autograd refuses to write to it: a leaf that requires grad, or a view of one."""
-    if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return False
-    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
-
-
 def coo_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return indices and values; the public ones refuse a tensor that is not coalesced."""
     return tensor._indices(), tensor._values()

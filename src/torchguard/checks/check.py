@@ -313,6 +313,8 @@ def call_shown(shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
     def sizes(argument: str, dim: Any) -> int:
         tensor = given[argument]
+        if not isinstance(tensor, torch.Tensor):  # what stands for one while torch.fx traces
+            raise KeyError(argument)
         return int(tensor.numel() if dim is None or not tensor.dim() else tensor.size(dim))
 
     try:

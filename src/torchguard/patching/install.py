@@ -391,16 +391,20 @@ def _module_was_imported(module: ModuleType) -> None:
     if is_dynamo:
         with patch.lock, patch.originals_set_aside():
             rebuild_dynamo_tables()
+    reasons: dict[str, str] = {}
     with patch.lock:
         concerned = [name for name in GUARDS if module.__name__ in GUARDS[name].in_modules]
         for name in concerned:
-            if name in _in_place:
-                # Several may hold it: it stays if one of them wants it on a torch that is right.
-                anyway = any(not each._only_if_needed for each in _installed.get(name, ()))
-                reason = None if anyway or not is_dynamo else _reason(GUARDS[name])
-                reason = reason or _replace(name)
-                if reason is not None:
-                    _take_off(name, reason)
+            # Several may hold it: it stays if one of them wants it on a torch that is right.
+            anyway = any(not each._only_if_needed for each in _installed.get(name, ()))
+            not_needed = None if anyway or not is_dynamo else _reason(GUARDS[name])
+            if name in _in_place and not_needed is not None:
+                _take_off(name, not_needed)
+            reason = _replace(name) if name in _in_place else None
+            if reason is not None:
+                reasons[name] = _of_this_torch(reason)
+                _take_off(name, reasons[name])
+    _warn_of(reasons)
 
 
 def _of_this_torch(reason: str) -> str:

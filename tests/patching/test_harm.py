@@ -1,0 +1,165 @@
+"""What can be scripted, traced, exported and pickled without the guards can be with them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import pkgutil
+import warnings
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.child_process import output_of
+from torchguard import guarded, install
+from torchguard._torch import patch
+from torchguard.patching.guards import GUARDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PATHS = [path for guard in GUARDS.values() for path in guard.replacements() if patch.exists(path)]
+X = torch.arange(12.0).reshape(3, 4)
+
+
+def add(x: Tensor) -> Tensor:
+    return torch.add(x, x, alpha=2)
+
+
+def mm(x: Tensor) -> Tensor:
+    return torch.mm(x, x.t())
+
+
+def cat(x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+def bmm(x: Tensor) -> Tensor:
+    return torch.bmm(x[None], x[None].transpose(1, 2))
+
+
+def amax(x: Tensor) -> Tensor:
+    return torch.amax(x, 1)
+
+
+def norm(x: Tensor) -> Tensor:
+    return torch.norm(x, dim=1)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor) -> Tensor:
+    return torch.gather(x, 0, torch.zeros([1, 4], dtype=torch.long))
+
+
+def one_hot(x: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(x[0].long(), 9)
+
+
+def write(x: Tensor) -> Tensor:
+    y = torch.zeros([4])
+    torch.cumsum(x[0], 0, out=y)
+    y += x[1]
+    y[1:] = y[:-1].clone()
+    return y
+
+
+FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    add, mm, cat, bmm, amax, norm, gather, one_hot, write,
+)  # fmt: skip
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(3, 3),
+    "LSTM": lambda: nn.LSTM(3, 3),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
+    "Embedding": lambda: nn.Embedding(3, 3),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3),
+}
+
+
+def fresh(function: Any) -> Any:
+    """A twin of a function, which TorchScript has not compiled yet."""
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__)
+    twin.__annotations__ = function.__annotations__
+    return twin
+
+
+def made() -> list[str]:
+    """What TorchScript makes of functions and modules."""
+    programs = [str(torch.jit.script(fresh(function)).code) for function in FUNCTIONS]
+    return programs + [type(torch.jit.script(make())).__name__ for make in MODULES.values()]
+
+
+class Program(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(function(x) for function in FUNCTIONS)
+
+
+def recorded() -> list[list[str]]:
+    """What a trace, an export and a symbolic trace hold."""
+    trace = torch.jit.trace(Program(), (X,))
+    graphs = [torch.export.export(Program(), (X,), strict=False).graph]
+    graphs += [torch.fx.symbolic_trace(each).graph for each in FUNCTIONS if each is not write]
+    kinds = [node.kind() for node in trace.inlined_graph.nodes()]
+    return [kinds, *([str(node.target) for node in graph.nodes] for graph in graphs)]
+
+
+@pytest.fixture(scope="module")
+def bare() -> tuple[list[str], list[list[str]]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return made(), recorded()
+
+
+def assert_pickled() -> None:
+    functions = {path: pkgutil.resolve_name(path) for path in PATHS}
+    loaded = pickle.loads(pickle.dumps(functions))  # noqa: S301
+    assert all(loaded[path] is function for path, function in functions.items())
+
+
+ALONE: list[tuple[str, ...]] = [(name,) for name in GUARDS]
+PAIRS: list[tuple[str, ...]] = [*itertools.combinations(GUARDS, 2)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("names", [*ALONE, tuple(GUARDS)], ids="-".join)
+def test_what_is_recorded_is_the_same(names: Any, bare: tuple[Any, Any]) -> None:
+    """While the guards are on, and while what a scope has replaced is off."""
+    with guarded(*names):
+        assert recorded() == bare[1]
+    assert recorded() == bare[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("names", ALONE + PAIRS, ids="-".join)
+def test_what_is_scripted_is_the_same_and_functions_are_pickled(
+    names: Any, bare: tuple[Any, Any]
+) -> None:
+    with install(*names, only_if_needed=False):
+        assert made() == bare[0]
+        assert_pickled()
+
+
+SPAWN = """
+import functools, multiprocessing, sys
+import torch, torchguard
+from torch.nn import functional as F
+
+if __name__ == "__main__":
+    torchguard.install("all", only_if_needed=False)
+    work = [functools.partial(F.one_hot, num_classes=3), functools.partial(torch.gather, dim=0),
+            torch.add, torch.Tensor.add_, F.cross_entropy]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(work[0], (torch.tensor([2]),)).tolist())
+        print(pool.apply(repr, (work[2:4],)))
+"""
+
+
+def test_a_function_is_sent_to_a_spawned_process(tmp_path: Any) -> None:
+    """It finds PyTorch's own there."""
+    script = tmp_path / "script.py"
+    script.write_text(SPAWN)
+    found = output_of(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
+    assert found.splitlines()[0] == "[[0, 0, 1]]"
+    assert "built-in method add" in found

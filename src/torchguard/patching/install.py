@@ -17,7 +17,14 @@ from typing_extensions import Self
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._torch import DYNAMO, on_import, patch, rebuild_dynamo_tables, warn_user
+from torchguard._torch import (
+    DYNAMO,
+    computing_unseen,
+    on_import,
+    patch,
+    rebuild_dynamo_tables,
+    warn_user,
+)
 from torchguard.errors import TorchGuardError
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
@@ -278,7 +285,8 @@ def _not_needed(names: Iterable[str]) -> dict[str, str]:
 
 def _reason(guard: Guard) -> str | None:
     try:
-        return guard.not_needed()
+        with computing_unseen():  # the modes of the program see none of it
+            return guard.not_needed()
     except Exception:  # noqa: BLE001  a trial that can't be made: the self-test says what is wrong
         return None
 
@@ -356,7 +364,8 @@ def _try(names: Iterable[str], tests: Mapping[str, SelfTest]) -> dict[str, str]:
 def _why_it_does_not_protect(name: str, tests: Mapping[str, SelfTest]) -> str | None:
     test = tests.get(name)
     try:
-        return None if test is None else test()
+        with computing_unseen():
+            return None if test is None else test()
     except Exception as error:  # noqa: BLE001  whatever it is, the guard does not protect
         return f"its self-test failed with {type(error).__name__}: {error}"
 

@@ -16,15 +16,14 @@ Sizes
     :func:`length_mask`).
 
 Operations that fail
-    :func:`guarded` and :func:`rollback_on_error` are scopes; :func:`safe_resize_`,
-    :func:`safe_resize_as_` and :func:`safe_set_` single calls; :func:`check_consistent` and
-    :func:`repair_` are for what is spoiled already. In :func:`checked` a value out of range
-    raises. :func:`sliced_assign` and :func:`sliced_assign_` assign by index and keep the
+    :func:`rollback_on_error` is a scope; :func:`safe_resize_`, :func:`safe_resize_as_` and
+    :func:`safe_set_` single calls; :func:`check_consistent` and :func:`repair_` are for what is
+    spoiled already. :func:`sliced_assign` and :func:`sliced_assign_` assign by index and keep the
     gradient.
 
 The whole process
     :func:`install` puts guards in place for code that does not import torchguard, and
-    :func:`uninstall` takes them away (:func:`installed`, :func:`get_original`).
+    :func:`uninstall` removes them (:func:`installed`). :func:`guarded` does so for a block.
     :func:`events` counts what the guards did. :func:`doctor` shows which defects this torch has.
 
 Errors are in :mod:`torchguard.errors`. ``python -m torchguard`` lists the commands.

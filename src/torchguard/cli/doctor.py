@@ -120,7 +120,7 @@ def one_line(row: Row) -> str:
 
 
 def guards_as_code(guards: Iterable[str]) -> str:
-    """Write guards the way they are typed: ``install("resize", "out")``, ``guarded(data=True)``."""
+    """Write guards the way they are typed: ``install("resize", "out")``, ``transaction()``."""
     guards = tuple(guards)
     installed = ", ".join(f'"{name}"' for name in guards if name not in CALLED_GUARDS)
     parts = [f"install({installed})"] if installed else []

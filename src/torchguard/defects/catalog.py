@@ -65,7 +65,7 @@ class Defect:
     guards: tuple[str, ...] = ()
     """Guards that close it together: names for ``install()``, or guards that are called.
 
-    ``"guarded"`` stands for ``guarded(data=True)``. Empty while no guard closes it.
+    ``"rollback_on_error"`` stands for ``rollback_on_error(data=True)``. Empty while there is none.
     """
 
     guarded_probe: Callable[[], str | None] | None = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import torchguard
 from support.small_training import FailAt, InjectedError, bits, everything
 from support.training import Failure, fail
+from support.walk import walked
 
 KINDS: dict[str, dict[str, Any]] = {
     "loop": {"foreach": False},
@@ -263,6 +264,30 @@ def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weigh
         losses.append(found)
     assert len(set(losses[0])) == 1
     assert len(set(losses[1])) == 3
+
+
+# ---- who follows a step ----
+
+
+@pytest.mark.parametrize(("fails", "files", "changes"), [(False, 13, 32), (True, 16, 100)])
+def test_the_walk_of_a_fused_step_does_not_grow(fails: bool, files: int, changes: int) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    step = torchguard.transaction(model, optimizer)
+
+    def call() -> None:
+        with contextlib.suppress(Failure), step:
+            model(torch.ones(1, 2)).sum().backward()
+            if fails:
+                raise Failure
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        call()
+    walk = walked(call)
+    assert len(walk.files) <= files, walk.files
+    assert walk.changes <= changes, walk.entered
 
 
 # ---- what can't work is an error ----

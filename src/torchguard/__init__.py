@@ -2,7 +2,7 @@
 
 Compile
     :func:`verified` checks each compiled graph against eager and goes on with what is right
-    (:func:`verified_backend`, :func:`verification_report`).
+    (:func:`verification_report`).
 
 Training step
     :func:`transaction` undoes a step that failed. :func:`save`, :func:`load`,
@@ -72,7 +72,6 @@ _PUBLIC = {
     "rollback.recompute": ("safe_checkpoint",),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "transactions.api": ("transaction",),
-    "verification.backend": ("verified_backend",),
     "verification.decorator": ("verified",),
     "verification.report": ("verification_report",),
 }

@@ -43,7 +43,6 @@ from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.transactions.api import transaction
 from torchguard.transactions.step import Transaction as Transaction
 from torchguard.transactions.step import TransactionStats as TransactionStats
-from torchguard.verification.backend import verified_backend
 from torchguard.verification.decorator import Verified as Verified
 from torchguard.verification.decorator import VerifiedModule as VerifiedModule
 from torchguard.verification.decorator import verified
@@ -91,6 +90,5 @@ __all__ = [
     "unpad",
     "verification_report",
     "verified",
-    "verified_backend",
     "verify_checkpoint",
 ]

@@ -7,7 +7,7 @@ import difflib
 import sys
 
 from torchguard._public import __version__
-from torchguard.cli import DOCUMENTATION, demo, doctor, fuzz, plan, run, verify
+from torchguard.cli import DOCUMENTATION, demo, doctor, plan, run, verify
 
 # None of them imports torch before it runs: `--help` has to be quick.
 _COMMANDS = {
@@ -15,7 +15,6 @@ _COMMANDS = {
     "doctor": doctor,
     "run": run,
     "plan": plan,
-    "fuzz": fuzz,
     "verify": verify,
 }
 

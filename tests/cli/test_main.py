@@ -46,7 +46,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     shown, errors = capsys.readouterr()
     assert shown.startswith("usage: python -m torchguard")
-    for command in ("demo", "doctor", "run", "plan", "fuzz"):
+    for command in ("demo", "doctor", "run", "plan"):
         assert f"\n    {command} " in shown
     assert "python -m torchguard doctor --only resize-locked" in shown
     assert f"documentation: {DOCUMENTATION}" in shown
@@ -64,7 +64,7 @@ def test_help_of_the_doctor_has_the_ids(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "message"),
     [
         (["docter"], "invalid choice: 'docter'; did you mean 'doctor'?"),
-        (["qwertz"], "invalid choice: 'qwertz'; choose from demo, doctor, run, plan, fuzz"),
+        (["qwertz"], "invalid choice: 'qwertz'; choose from demo, doctor, run, plan"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
 )

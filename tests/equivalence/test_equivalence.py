@@ -331,11 +331,13 @@ def test_what_is_equal(
 
 
 def test_what_is_reported() -> None:
-    """No gradients where outputs are wrong already; none of a leaf that the run has made."""
+    """Gradients too if a discontinuity may explain an output; none of a leaf the run has made."""
     for value in (math.nan, math.inf, 7.0):
-        (found,) = judge(of(1.0, weight=1.0), of(value, weight=2.0), COMPILING).differences
+        found, *more = judge(of(1.0, weight=1.0), of(value, weight=2.0), COMPILING).differences
         assert (found.part, found.key, found.kind) == ("outputs", 0, "numbers")
         assert found.finite is math.isfinite(value)
+        assert [each.part for each in more] == ["gradients"] * found.finite
+        (found,) = judge(of(1.0, weight=1.0), of(value, weight=2.0), PADDING).differences
     made = Outcome(gradients={("leaf", 1): Gradient(torch.ones(2), known=False)})
     assert judge(made, Outcome(gradients={}), PADDING).equal
     assert judge(of(LARGE), of(LARGE), PADDING).strain == 0

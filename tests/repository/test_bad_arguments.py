@@ -48,8 +48,6 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "TypeError: transaction: scheduler is of type Linear, expected a scheduler of torch.optim": (
         lambda: transaction(scheduler=nn.Linear(1, 1))
     ),
-    "TypeError: verified: group is 'world', expected a process group, such as "
-    "torch.distributed.group": lambda: ANY.verified(group="world"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import torchguard
+from torchguard.verification.backend import Options, VerifiedBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,3 +53,10 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def stats(checked: Any) -> torchguard.VerificationReport:
     report: torchguard.VerificationReport = checked.stats()
     return report
+
+
+def verified_backend(
+    inner: Any = "inductor", *, mode: str | None = None, options: Any = None, **checks: Any
+) -> VerifiedBackend:
+    """Return the backend that ``verified()`` compiles with, to be given to ``torch.compile``."""
+    return VerifiedBackend(inner, Options(**checks), mode=mode, inner_options=options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -10,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from support.child_process import JOIN_RANKS, output_of, run_ranks
-from support.miscompiling import right, spoiling, wrong
-from torchguard import MiscompilationWarning, verified_backend
+from support.child_process import output_of
+from support.miscompiling import spoiling, verified_backend, wrong
+from torchguard import MiscompilationWarning
 from torchguard.verification import fallback
-from torchguard.verification.backend import Options, SizesChecked
+from torchguard.verification.backend import KeysChecked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -64,49 +62,21 @@ def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
     assert compiled(torch.ones(2, 7), 6)[0].tolist() == [[6] * 7] * 2
 
 
-def test_most_of_many_sizes_are_trusted_and_a_later_call_looks_up_its_sizes() -> None:
-    backend = verified_backend("aot_eager")
-    compiled = torch.compile(lambda x: x.sin(), backend=backend)
-    for size in range(2, 500):
-        compiled(torch.ones(size))
-    _, dynamic = backend.stats().graphs
-    assert 64 < dynamic.checks < 110
-    before = dynamic.checks
-    for size in (3, 64, 250, 499):
-        compiled(torch.ones(size))
-    assert dynamic.checks == before
-
-
-def test_sizes_that_compiled_code_can_tell_apart_are_all_checked() -> None:
-    for each in (0, 64):
-        sizes = SizesChecked(Options())
-        sizes.EACH = each
-        for number in range(16, 2048, 16):  # multiples of 16 only, however many
-            if sizes.lacking(number, writes=False):
-                sizes.checked(number)
-        assert not sizes.lacking(1024 + 16, writes=False)
-        assert sizes.lacking(1024 + 16, writes=True)
-        assert sizes.lacking(1024 + 17, writes=False)  # a tail
-        assert sizes.lacking(4096, writes=False)  # beyond the range
-        assert sizes.lacking(7, writes=False)  # less than a vector
-        assert sizes.lacking((1024, 2), writes=False)
-
-
-def test_a_graph_that_writes_its_inputs_is_not_trusted_with_more_sizes_than_were_checked(
+def test_sizes_after_the_first_256_are_trusted_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then inductor keeps the writes out of the graph; here a stand-in says that it does."""
-    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback._AOT_EAGER._replace(name=fallback.OUTSIDE))
-    monkeypatch.setattr(SizesChecked, "EACH_WRITING", 10)
-    for writes in (False, True):
-        torch._dynamo.reset()
-        backend = verified_backend(right)
-        compiled = torch.compile(lambda x: (x.add_(1) if writes else x + 1) * 2, backend=backend)  # noqa: B023
-        for size in (*range(2, 20), 5):
-            assert compiled(torch.ones(size)).tolist() == [4] * size
-        _, dynamic = backend.stats().graphs
-        assert dynamic.status == "verified"
-        assert (dynamic.runs == fallback.OUTSIDE) is writes
+    assert KeysChecked.MOST == 256
+    monkeypatch.setattr(KeysChecked, "MOST", 10)
+    backend = verified_backend("aot_eager")
+    compiled = torch.compile(lambda x: x.sin(), backend=backend)
+    for size in range(2, 13):
+        compiled(torch.ones(size))
+    _, dynamic = backend.stats().graphs
+    assert (dynamic.status, dynamic.checks, dynamic.reason) == ("verified", 10, "")
+    for size in (30, 31, 3, 12):
+        compiled(torch.ones(size))
+    assert (dynamic.status, dynamic.checks) == ("verified", 10)
+    assert dynamic.reason == "trusted with sizes after the first 10 checks"
 
 
 def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
@@ -135,62 +105,6 @@ def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
             assert compiled(torch.ones(size))[0].tolist() == [2] * size
     assert len(caught) == 2
     assert [graph.runs for graph in backend.stats().graphs] == ["first", "eager"]
-
-
-def test_ranks_take_the_same_fallback_and_do_not_wait_where_their_sizes_differ(
-    tmp_path: Path,
-) -> None:
-    ranks = run_ranks(
-        JOIN_RANKS
-        + textwrap.dedent("""
-        import warnings
-        from torchguard import verified_backend
-
-        warnings.simplefilter("ignore")
-
-        def wrong_on_rank_1(graph, inputs):
-            return lambda *inputs: (graph(*inputs)[0] + rank,)
-
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = torch.nn.Linear(3, 1)
-
-            def forward(self, x):
-                return self.layer(x)
-
-        torch.manual_seed(0)
-        backend = verified_backend(wrong_on_rank_1, group=dist.group.WORLD)
-        model = Net()
-        data_parallel = torch.nn.parallel.DistributedDataParallel(model)
-        torch.compile(data_parallel, backend=backend)(torch.ones(2, 3) * rank).sum().backward()
-        graphs = [[graph.runs, graph.status] for graph in backend.stats().graphs]
-        gradient = model.layer.weight.grad.tolist()
-
-        def wrong_from_9(graph, inputs):
-            def run(*inputs):
-                (x,) = graph(*inputs)
-                return (x + 1,) if x.numel() >= 9 else (x,)
-            return run
-
-        backend = verified_backend(wrong_from_9, group=dist.group.WORLD)
-        compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=True)
-        sizes = [(5, 6, 7, 8, 5), (5, 5, 12, 5, 5)][rank]
-        right = all(compiled(torch.ones(n))[0].tolist() == [2] * n for n in sizes)
-        runs = [graph.runs for graph in backend.stats().graphs]
-        print(json.dumps({"graphs": graphs, "gradient": gradient, "right": right, "runs": runs}))
-        """),
-        tmp_path,
-    )
-    assert [rank["graphs"] for rank in ranks] == [
-        [["aot_eager", "verified"]],
-        [["aot_eager", "mismatched"]],
-    ]
-    assert [rank["gradient"] for rank in ranks] == [[[1.0, 1.0, 1.0]]] * 2
-    assert [(rank["right"], rank["runs"]) for rank in ranks] == [
-        (True, ["wrong_from_9"]),
-        (True, ["aot_eager"]),
-    ]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.miscompiling import right, spoiling, stats, workload, wrong
+from support.miscompiling import right, spoiling, stats, verified_backend, workload, wrong
 from torchguard import (
     MiscompilationWarning,
     install,
     sliced_assign,
     sliced_assign_,
     verified,
-    verified_backend,
 )
 from torchguard.verification.graph import unlogged, why_not_twice
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.miscompiling import wrong
+from support.miscompiling import verified_backend, wrong
 from torchguard import (
     MiscompilationWarning,
     OverlapWarning,
     sliced_assign,
     verified,
-    verified_backend,
 )
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
 from torchguard.equivalence.outcome import Outcome
@@ -95,7 +94,7 @@ def test_the_gradient_of_a_leaf_that_is_a_view_is_compared(of_a_leaf: bool) -> N
     x.requires_grad_()
     assert x.is_leaf
     compiled = verified(backend=_with_a_wrong_gradient)(lambda x: x * 2)
-    with pytest.warns(MiscompilationWarning, match="gradient of input 0"):
+    with pytest.warns(MiscompilationWarning, match="gradient of x: "):
         compiled(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0] * 4
@@ -128,14 +127,11 @@ def test_a_float_that_is_compiled_in_is_found_when_it_changes() -> None:
     assert len([w for w in caught if w.category is MiscompilationWarning]) == 1
 
 
-@pytest.mark.parametrize(("check_each", "checks"), [("auto", [1, 2]), ("graph", [1, 1])])
-def test_two_values_of_a_float_are_checked_and_all_others_trusted(
-    check_each: Any, checks: list[int]
-) -> None:
-    compiled = verified(backend="aot_eager", check_each=check_each)(lambda x, n: x * n)
+def test_two_values_of_a_float_are_checked_and_all_others_trusted() -> None:
+    compiled = verified(backend="aot_eager")(lambda x, n: x * n)
     for factor in (1.5, 2.5, 2.5, 3.5, 4.5, float("inf"), 6.5, 2.5):
         compiled(torch.ones(2), factor)
-    assert [graph.checks for graph in compiled.stats().graphs] == checks
+    assert [graph.checks for graph in compiled.stats().graphs] == [1, 2]
 
 
 # --- calls that raise
@@ -223,6 +219,41 @@ def test_slices_of_a_numpy_array_overlap_in_the_check_too(
     assert result.tolist() == (expected[slice(*other)] * 2).tolist()
 
 
+def windows(*parts: tuple[int, int], of_numpy: bool) -> list[torch.Tensor]:
+    """Make windows of one buffer, of its elements from and to."""
+    if of_numpy:
+        array = np.arange(12, dtype=np.float32)
+        return [torch.from_numpy(array[slice(*part)]) for part in parts]
+    buffer = torch.arange(12.0)
+    return [buffer[slice(*part)] for part in parts]
+
+
+@pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
+@pytest.mark.parametrize("of_numpy", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_another_pattern_of_inputs_that_overlap_is_another_check(
+    *, of_numpy: bool, dynamic: bool
+) -> None:
+    """https://github.com/pytorch/pytorch/issues/139789"""
+
+    def double_behind_a_write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    compiled = verified(backend="aot_eager", dynamic=dynamic)(double_behind_a_write)
+    for parts in (((0, 5), (6, 11)), ((0, 5), (2, 7)), ((2, 7), (0, 5)), ((1, 6), (6, 11))):
+        found, want = (windows(*parts, of_numpy=of_numpy) for _ in range(2))
+        assert compiled(*found).tolist() == double_behind_a_write(*want).tolist(), parts
+        assert [value.tolist() for value in found] == [value.tolist() for value in want]
+
+
+def test_which_inputs_overlap_is_not_asked_if_none_is_written() -> None:
+    compiled = verified(backend="aot_eager")(lambda x, y: (x * 2).add_(y))
+    for parts in (((0, 5), (6, 11)), ((0, 5), (2, 7)), ((2, 7), (0, 5))):
+        compiled(*windows(*parts, of_numpy=True))
+    assert sum(graph.checks for graph in compiled.stats().graphs) == len(compiled.stats().graphs)
+
+
 # --- operations that read what they write
 
 
@@ -290,7 +321,7 @@ def test_a_gradient_that_is_wrong_for_an_id_that_occurs_twice_is_found_before_on
 
     compiled = torch.compile(rows, backend=verified_backend(_overwriting))
     weight = torch.randn(5, 2, requires_grad=True)
-    with pytest.warns(MiscompilationWarning, match="gradient of input"):
+    with pytest.warns(MiscompilationWarning, match="gradient of weight: "):
         compiled(weight, torch.tensor([2, 0, 4], dtype=dtype))
     for ids in ([2, 0, 4], [3, 3, 1]):
         given = torch.tensor(ids, dtype=dtype)

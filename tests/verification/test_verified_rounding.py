@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from support.miscompiling import spoiling, stats
-from torchguard import MiscompilationWarning, verified, verified_backend
+from support.miscompiling import spoiling, stats, verified_backend
+from torchguard import MiscompilationWarning, verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable

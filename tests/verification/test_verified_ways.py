@@ -14,7 +14,15 @@ from torch import nn
 
 import torchguard
 from support.child_process import output_of
-from support.miscompiling import inputs, one_value, spoiling, stats, workload, wrong
+from support.miscompiling import (
+    inputs,
+    one_value,
+    spoiling,
+    stats,
+    verified_backend,
+    workload,
+    wrong,
+)
 from torchguard import (
     Buckets,
     MiscompilationWarning,
@@ -22,7 +30,6 @@ from torchguard import (
     install,
     verification_report,
     verified,
-    verified_backend,
 )
 from torchguard._torch import compiled_call, settings_of_compiled
 
@@ -71,7 +78,6 @@ def test_two_backends_are_counted_apart_and_the_process_counts_both_in_a_table()
     [
         ({"calls": 0}, "calls is 0, expected a number of 1 or more"),
         ({"on_mismatch": "panic"}, "expected 'fallback' or 'raise' or 'warn'"),
-        ({"check_each": "call"}, "expected 'auto' or 'graph' or 'shape'"),
         ({"max_bytes": -1}, "max_bytes is -1"),
     ],
 )

@@ -459,3 +459,9 @@ def _is_internal(file: str) -> bool:
 
 # What a user types has no file either: in a console, behind -c, in IPython, in a doctest.
 _TYPED = ("<stdin", "<string>", "<console>", "<python-input", "<ipython-input", "<doctest ")
+
+
+def source_name(placeholder: Any) -> str:
+    """Return how Dynamo reads an input of a graph, such as ``L['x']``; empty if it isn't noted."""
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name)

@@ -442,7 +442,7 @@ def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
     spans = [
-        (f"{kind} {number}", value.device, *_span(value))
+        (f"{kind} {number}", value.device, *span_of(value))
         for kind, values in (("input", inputs), ("output", outputs))
         for number, value in enumerate(values)
         if isinstance(value, torch.Tensor) and value.layout is torch.strided
@@ -457,7 +457,7 @@ def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]
     )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first address and the address behind the last element."""
     # What lies between may belong to another view, but then in eager and compiled code alike.
     first = tensor.data_ptr()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import fx
 
-from torchguard._public import public
 from torchguard._torch import (
     fake_inputs,
     has_own_dispatch,
@@ -31,9 +29,11 @@ from torchguard.verification.graph import (
     SYMBOLIC,
     SizesOf,
     copy_graph,
+    may_write,
     numbers_in,
     owned_tensors,
     place_of,
+    shared_inputs,
     sizes_of,
     why_not_twice,
 )
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torchguard.verification.check import GraphCheck
 
 OnMismatch = Literal["fallback", "raise", "warn"]
-CheckEach = Literal["auto", "graph", "shape"]
 
 
 @dataclass(frozen=True)
@@ -53,48 +52,21 @@ class Options:
     calls: int = 1
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
-    check_each: CheckEach = "auto"
-    group: Any = None
-    """The ranks that take the same fallback."""
-
-    run_twice: Collection[str] = ()
-    """Custom operators that have no effect but on their tensors."""
 
     def __post_init__(self) -> None:
         if type(self.calls) is not int or self.calls < 1:
             raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
-        for name, known in (("on_mismatch", OnMismatch), ("check_each", CheckEach)):
-            if getattr(self, name) not in get_args(known):
-                choices = " or ".join(map(repr, get_args(known)))
-                raise ValueError(f"verified: {name} is {getattr(self, name)!r}, expected {choices}")
+        if self.on_mismatch not in get_args(OnMismatch):
+            choices = " or ".join(map(repr, get_args(OnMismatch)))
+            raise ValueError(f"verified: on_mismatch is {self.on_mismatch!r}, expected {choices}")
         if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
             raise ValueError(
                 f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
             )
-        # By what it is not: a torch built without torch.distributed has no class to compare with.
-        if self.group is not True and isinstance(self.group, (str, int, float, list, tuple)):
-            raise TypeError(
-                f"verified: group is {self.group!r}, expected a process group, such as "
-                "torch.distributed.group.WORLD, True for all ranks, or None"
-            )
-        # A string is a collection of its letters, and equal options make equal backends.
-        names = None if isinstance(self.run_twice, str) else tuple(self.run_twice)
-        if names is None or not all(isinstance(name, str) for name in names):
-            raise TypeError(
-                f"verified: run_twice is {self.run_twice!r}, expected names of operators: "
-                'run_twice=["namespace::name"]'
-            )
-        unnamed = [name for name in names if not all(name.partition("::"))]
-        if unnamed:
-            raise ValueError(
-                f"verified: run_twice has {unnamed[0]!r}, expected the name of an operator with "
-                'its namespace: "namespace::name"'
-            )
-        object.__setattr__(self, "run_twice", frozenset(names))
 
 
 class VerifiedBackend:
-    """A backend for ``torch.compile``; :func:`verified_backend` makes it."""
+    """A backend for ``torch.compile`` that compiles with another one and checks each graph."""
 
     __name__ = "torchguard"  # what Dynamo's messages call it
 
@@ -138,7 +110,7 @@ class VerifiedBackend:
         fallbacks = self.fallbacks(**settings)
         first = fallbacks[0]
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
-        reason = why_not_twice(graph, self.checks.run_twice)
+        reason = why_not_twice(graph)
         # Copied before it is compiled: compilers rewrite the graph they are given.
         traced = graph if reason is not None else copy_graph(graph)
         function, place = place_of(traced)
@@ -173,9 +145,11 @@ class VerifiedBackend:
         )
         numbers = numbers_in(traced, example_inputs)
         sizes = sizes_of(traced, examples)
-        if (sizes is None and not numbers) or self.checks.check_each == "graph":
+        tensors = sum(isinstance(value, torch.Tensor) for value in example_inputs)
+        writes = tensors > 1 and may_write(traced)
+        if sizes is None and not numbers and not writes:
             return checked_calls(check)
-        return checked_calls_of_new_sizes(check, sizes, numbers)
+        return checked_calls_of_new_keys(check, sizes, numbers, writes)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
@@ -205,212 +179,135 @@ class VerifiedBackend:
         return hash((VerifiedBackend, self.checks))
 
 
-@public
-def verified_backend(
-    inner: str | Compiler = "inductor",
-    *,
-    calls: int = 1,
-    on_mismatch: OnMismatch = "fallback",
-    max_bytes: int | None = None,
-    check_each: CheckEach = "auto",
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
-    group: Any = None,
-    run_twice: Collection[str] = (),
-) -> VerifiedBackend:
-    """Return a backend that compiles with ``inner`` and keeps only what does what eager does.
-
-    ``torch.compile(f, backend=verified_backend())`` equals ``torch.compile(f)`` where
-    inductor is right. Each graph is run on copies of its first real inputs, once as Dynamo
-    traced it and once compiled: values, gradients, strides and sharing of memory have to
-    be the same. Where they are not, one warning says so and the first fallback runs that is
-    right: inductor with inputs written outside the graph, AOTAutograd alone, eager. A graph
-    with dynamic shapes is checked again when it is called with sizes that are new to it. While
-    one thread checks a graph, others that call it run it eagerly.
-
-    Args:
-        inner: a backend of ``torch.compile``, by name or itself.
-        calls: how many calls of each graph are checked; of a graph with dynamic shapes, how
-            many with each combination of sizes.
-        on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
-            the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
-        max_bytes: leave a graph unverified where its inputs' storages have more bytes.
-        check_each: which sizes of a graph with dynamic shapes are checked. ``"auto"``: the first 64
-            combinations, and from then on those that compiled code may tell from all of them.
-            ``"shape"``: every combination. ``"graph"``: the first one.
-        mode: as for ``torch.compile``.
-        options: as for ``torch.compile``.
-        group: a process group whose ranks take the same fallback; all of them have to compile
-            the same graphs in the same order, as they do under DDP. They wait for each other
-            in the first ``calls`` calls of a graph; sizes that come later, each rank checks alone.
-        run_twice: custom operators, as ``"namespace::name"``, that have no effect but on their
-            tensors, so that a graph which has them is checked. Of those whose schema says that
-            they write nothing, and that have no side-effect token, torchguard believes it.
-
-    Raises:
-        TypeError: ``run_twice`` is no collection of names, or ``group`` no process group.
-        ValueError: an argument is none of these.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/197829 and others; the doctor
-    lists them.
-    """
-    checks = Options(calls, on_mismatch, max_bytes, check_each, group, run_twice)
-    return VerifiedBackend(inner, checks, mode=mode, inner_options=options)
-
-
-backend = verified_backend()
+backend = VerifiedBackend("inductor", Options())
 """What ``torch.compile(f, backend="torchguard")`` uses, with no import of torchguard."""
 
 
-# ---- which calls of a graph with dynamic shapes are checked ----
+# ---- which calls of a graph are checked ----
 
 
-class SizesChecked:
-    """The sizes with which a graph with dynamic shapes was checked.
+class KeysChecked:
+    """What a graph was checked with: combinations of sizes, and of inputs that share memory.
 
-    A combination of sizes holds one number for each symbol of the graph. Up to :attr:`EACH` are
-    checked one by one; from then on one is trusted if compiled code can't tell it from those: if
-    one of them had numbers of the same lengths in binary, and each of its numbers leaves a
-    remainder by :attr:`WIDEST` that one of them left too. An inductor loop runs over a multiple of
-    the sizes, or a constant more. Its vectorized part begins at the width of a vector, its tail is
-    what that leaves over, Triton asks for divisibility by 16, and threads and blocks depend on the
-    magnitude.
-
-    A graph that writes its inputs may read what it has overwritten, by any function of the sizes.
-    It is checked with each combination up to :attr:`EACH_WRITING`; when there are more, inductor
-    keeps the writes out of the graph.
+    A combination of sizes has one number for each symbol of the graph. Each combination that is new
+    is checked, up to :attr:`MOST`; later ones are trusted.
     """
 
-    EACH = 64
-    EACH_WRITING = 256
-    WIDEST = 64
-    """Elements in the widest vector: 64 of one byte in the 512 bits of AVX-512."""
+    MOST = 256
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self._calls = options.calls
         self._checks: Counter[Hashable] = Counter()
-        self._alike: Counter[Hashable] = Counter()
 
-    def lacking(self, sizes: Hashable, writes: bool) -> bool:
-        """Whether a call with these sizes is checked; ``writes``: the graph writes its inputs."""
-        calls, checks = self._options.calls, self._checks
-        if checks[sizes] >= calls:
-            return False
-        each = self._options.check_each == "shape" or writes or sizes in checks
-        if each or len(checks) < self.EACH:
-            return True
-        return any(self._alike[trait] < calls for trait in self._traits(sizes))
+    def lacks(self, key: Hashable) -> bool:
+        """Whether a call with this key is checked."""
+        checks = self._checks.get(key)
+        return len(self._checks) < self.MOST if checks is None else checks < self._calls
 
-    @property
-    def too_many(self) -> bool:
-        """Whether as many sizes were checked as ever are of a graph that writes its inputs."""
-        return self._options.check_each == "auto" and len(self._checks) >= self.EACH_WRITING
+    def is_trusted(self, key: Hashable) -> bool:
+        """Whether a call with this key is trusted though none was checked."""
+        return key not in self._checks and not self.lacks(key)
 
-    def checked(self, sizes: Hashable) -> None:
-        """Note that a call with these sizes was checked."""
-        self._checks[sizes] += 1
-        self._alike.update(self._traits(sizes))
-
-    def _traits(self, sizes: Hashable) -> Iterator[Hashable]:
-        numbers = list(_numbers(sizes))
-        octaves = [(number < 0, number.bit_length()) for number in numbers]
-        yield tuple(octaves)
-        for place, (number, octave) in enumerate(zip(numbers, octaves, strict=True)):
-            yield place, "remainder", number % self.WIDEST
-            yield place, "magnitude", octave, abs(number) >> max(0, octave[1] - 3)
-            yield place, "alignment", octave, math.gcd(number, 16)
-
-
-def _numbers(sizes: Any) -> Iterator[int]:
-    if isinstance(sizes, tuple):  # torch.Size is one
-        for size in sizes:
-            yield from _numbers(size)
-    elif isinstance(sizes, int):
-        yield sizes
+    def add(self, key: Hashable) -> None:
+        """Note that a call with this key was checked."""
+        self._checks[key] += 1
 
 
 _MOST_KNOWN = 10_000
 """How many combinations are kept for a quick answer: an integer may differ in every call."""
 
 
-def _with_numbers(sizes: SizesOf | None, numbers: Sequence[int]) -> SizesOf:
-    """Add to the sizes of a call whether its floats are those of the first call.
+def _key_of(sizes: SizesOf | None, numbers: Sequence[int], sharing: SizesOf | None) -> SizesOf:
+    """Return what reads the key of a call: its sizes, and which inputs share memory.
 
-    Inductor of torch 2.13 returns ``n + 1`` as the constant that it was then: two values tell.
+    Of its floats, whether they are those of the first call: inductor of torch 2.13 returns
+    ``n + 1`` as the constant that it was then, and two values tell.
     """
+    if sizes is not None and not numbers and sharing is None:
+        return sizes
     first: list[list[Any]] = []
 
     def key(inputs: Sequence[Any]) -> Hashable:
         values = [inputs[place].item() for place in numbers]
         if not first:
             first.append(values)
-        return values == first[0], None if sizes is None else sizes(inputs)
+        return (
+            values == first[0],
+            None if sizes is None else sizes(inputs),
+            () if sharing is None else sharing(inputs),
+        )
 
     return key
 
 
 @dataclass(eq=False)
 class _Calls:
-    """The calls of a graph with dynamic shapes: those with sizes it was not checked with."""
+    """The calls of a graph whose key it was not checked with."""
 
     check: GraphCheck
     sizes_of_call: SizesOf | None
     numbers: Sequence[int]
+    writes: bool
+    """Whether it may write its inputs: then it matters which of them share memory."""
 
     def __post_init__(self) -> None:
         self._restart()
 
     def _restart(self) -> None:
-        """Forget all sizes: what runs now was checked with none of them."""
-        self._checked = SizesChecked(self.check.options)
-        # None: whatever the sizes are, nothing is left to check.
+        """Forget all keys: what runs now was checked with none of them."""
+        self._checked = KeysChecked(self.check.options)
+        sharing = shared_inputs if self.writes else None
+        key_of = _key_of(self.sizes_of_call, self.numbers, sharing)
+        # None: whatever the key is, nothing is left to check.
         known: set[Hashable] | None = set()
-        sizes_of = self.sizes_of_call
-        if self.numbers or sizes_of is None:
-            sizes_of = _with_numbers(sizes_of, self.numbers)
-        # One name for all: no call may find sizes known that another function was checked with.
-        self.state = (known, self.check.runs, sizes_of)
+        # One name for all: no call may find a key known that another function was checked with.
+        self.state = (known, self.check.runs, key_of)
 
     def look(self, inputs: tuple[Any, ...]) -> str | None:
-        """Check the call if its sizes are new; return the text of a warning."""
+        """Check the call if its key is new; return the text of a warning."""
         check, warning = self.check, None
-        known, runs, sizes_of = self.state
+        known, runs, key_of = self.state
         if known is None:
             return None
-        sizes = sizes_of(inputs)
-        if sizes not in known and self._checked.lacking(sizes, check.mutates_inside):
+        key = key_of(inputs)
+        if key not in known and self._checked.lacks(key):
             try:
-                many = self._checked.too_many and check.mutates_inside
-                if not (many and check.mutate_outside(inputs)):
-                    warning = check.check(inputs)
+                warning = check.check(inputs)
             finally:
                 if check.runs is not runs:
                     self._restart()
-            known, runs, sizes_of = self.state
-            sizes = sizes_of(inputs)
+            if check.conclusive and self.writes and not check.mutates:
+                self.writes = False
+                self._restart()
+            known, runs, key_of = self.state
+            key = key_of(inputs)
             if check.conclusive:
-                self._checked.checked(sizes)
-        if check.settled:
-            self.state = (None, runs, sizes_of)
+                self._checked.add(key)
+        elif self._checked.is_trusted(key):
+            check.trust_what_is_new()
+        alone = self.sizes_of_call is None and not self.numbers and not self.writes
+        if check.settled or (alone and not self._checked.lacks(key)):
+            self.state = (None, runs, key_of)
         elif known is None or len(known) >= _MOST_KNOWN:
-            self.state = (set(), runs, sizes_of)
-        elif not self._checked.lacking(sizes, check.mutates_inside):
-            known.add(sizes)
+            self.state = (set(), runs, key_of)
+        elif not self._checked.lacks(key):
+            known.add(key)
         return warning
 
 
-def checked_calls_of_new_sizes(
-    check: GraphCheck, sizes_of_call: SizesOf | None, numbers: Sequence[int]
+def checked_calls_of_new_keys(
+    check: GraphCheck, sizes_of_call: SizesOf | None, numbers: Sequence[int], writes: bool
 ) -> Callable[..., Any]:
     """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
 
-    The sizes are None if the shapes are static; of the floats at ``numbers`` two are checked.
+    The sizes are None if the shapes are static; of the floats at ``numbers`` two are checked. If
+    the graph ``writes`` its inputs, so is each pattern of inputs that share memory.
     """
-    calls = _Calls(check, sizes_of_call, numbers)
+    calls = _Calls(check, sizes_of_call, numbers, writes)
 
     def run(*inputs: Any) -> Any:
-        known, trusted, sizes_of = calls.state
-        if known is None or sizes_of(inputs) in known:
+        known, trusted, key_of = calls.state
+        if known is None or key_of(inputs) in known:
             return trusted(*inputs)
         return check.call(inputs, calls.look)
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchguard._torch import has_hooks, warn_at_compiled_call
-from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import (
     bytes_of,
@@ -26,8 +25,8 @@ from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.reference import warn_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Options
-from torchguard.verification.fallback import EAGER, OUTSIDE, Fallback, TracedGraph, with_strides
-from torchguard.verification.graph import unlogged
+from torchguard.verification.fallback import EAGER, Fallback, TracedGraph, with_strides
+from torchguard.verification.graph import names_of, unlogged
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
@@ -70,10 +69,11 @@ class GraphCheck:
     conclusive: bool = True
     """Whether the last check could tell: eager did not raise."""
 
+    mutates: bool = False
+    """Whether a check has seen the graph write its inputs."""
+
     _position: int = 0  # of what runs, among the fallbacks
     _settled: bool = False  # there is nothing left to check
-    _mutates: bool = False  # a check has seen the graph write its inputs
-    _stays_inside: bool = False  # and the fallback that writes them outside was not right
     _overlaps: list[Any] = field(default_factory=list)  # to be warned of
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: int | None = None  # the one that holds the lock
@@ -83,13 +83,16 @@ class GraphCheck:
         """Whether nothing is left to check: eager runs, or what has been decided on."""
         return self._settled or self.fallbacks[self._position] is EAGER
 
-    @property
-    def mutates_inside(self) -> bool:
-        """Whether the graph writes its inputs, and a fallback is left that does so outside."""
-        following = self.fallbacks[self._position + 1 : self._position + 2]
-        outside = any(fallback.name == OUTSIDE for fallback in following)
-        may_fall_back = self.options.on_mismatch == "fallback" and not self._stays_inside
-        return self._mutates and outside and may_fall_back
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """What messages call the inputs, those that the graph owns first."""
+        owned = [f"tensor {number} of the graph" for number in range(len(self.traced.owned))]
+        return [*owned, *names_of(self.traced.graph)]
+
+    def trust_what_is_new(self) -> None:
+        """Note that from now on sizes are trusted that were not checked."""
+        if self.record.status == "verified":
+            self.record.reason = f"trusted with sizes after the first {self.record.checks} checks"
 
     def call(self, inputs: tuple[Any, ...], look: Callable[[tuple[Any, ...]], str | None]) -> Any:
         """Run a call for which ``look`` says whether it is checked; no other thread does meanwhile.
@@ -132,10 +135,6 @@ class GraphCheck:
                 self._leave("out of memory while re-running the graph for verification")
             except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
                 self._leave(f"the check raised {type(error).__name__}: {error}")
-            together = self.options.group is not None and self.options.on_mismatch == "fallback"
-            # The other ranks are here too: only sizes that come later, each meets on its own.
-            if together and self.record.checks < self.options.calls:
-                self._agree_with_ranks(inputs)
             return warning
 
     @contextlib.contextmanager
@@ -151,7 +150,7 @@ class GraphCheck:
 
     def _check(self, inputs: Sequence[Any]) -> str | None:
         eager = self._run_eagerly(inputs)
-        self._mutates |= bool(eager.mutated)
+        self.mutates |= bool(eager.mutated)
         judged = self._judge(self.fallbacks[self._position], self.runs, eager, inputs)
         self.runs = judged.function
         adds = bool(eager.gradients) or _accumulates(self.traced.graph)
@@ -165,11 +164,8 @@ class GraphCheck:
             return self._replace(judged.differences, eager, inputs)
         if eager.error is not None:
             reason = f"eager raises {type(eager.error).__name__}"
-            # Ranks that check together count the same calls; otherwise this call proves nothing.
-            self.conclusive = self.options.group is not None
-            if self.conclusive:
-                self._leave(reason)
-            elif self.record.status == "compiled":
+            self.conclusive = False  # this call proves nothing
+            if self.record.status == "compiled":
                 self.record.reason = f"{reason}; the next call is checked"
         elif self.record.status in {"compiled", "verified"}:
             earlier_note = self.record.reason if self.record.status == "verified" else ""
@@ -218,8 +214,7 @@ class GraphCheck:
             self.traced.graph, inputs, self.traced.owned
         )
         if eager.random and not self.draws_like_eager:
-            # No inputs will change that. Ranks that check together do so until all of them have.
-            self._settled = self.options.group is None
+            self._settled = True  # no inputs will change that
             name = self.fallbacks[0].name
             if name != "inductor":
                 raise _UnverifiedError(
@@ -282,7 +277,8 @@ class GraphCheck:
         left = not_by_rounding(graph, inputs, eager, compiled, found)
         if left or not right_in_double(graph, inputs, fallback.compile):
             return tuple(left) or found, ""
-        return (), f"rounding decides at a discontinuity: {'; '.join(first_of(found))}"
+        named = [each.named(self.names) for each in found]
+        return (), f"rounding decides at a discontinuity: {'; '.join(first_of(named))}"
 
     # ---- replacing ----
 
@@ -297,6 +293,7 @@ class GraphCheck:
                 self._fall_back(eager, inputs, self._position + 1)
         record.status = "mismatched"
         record.runs = self.fallbacks[self._position].name
+        found = tuple(each.named(self.names) for each in found)
         record.differences = tuple(map(str, found))
         reproducer = record.reproducer
         if reproducer is None:
@@ -313,10 +310,10 @@ class GraphCheck:
         self.runs = refuse
         return None
 
-    def _fall_back(self, eager: Outcome | None, inputs: Sequence[Any], start: int) -> None:
+    def _fall_back(self, eager: Outcome, inputs: Sequence[Any], start: int) -> None:
         """Take the first fallback, from ``start`` on, that can be compiled and is right.
 
-        The last is eager itself. ``eager`` is None where it is not known what is right.
+        The last is eager itself.
         """
         last = len(self.fallbacks) - 1
         position, function = last, EAGER.compile(self.traced.graph, [])
@@ -330,49 +327,14 @@ class GraphCheck:
         self._position, self.runs = position, function
 
     def _compiled_right(
-        self, place: int, eager: Outcome | None, inputs: Sequence[Any]
+        self, place: int, eager: Outcome, inputs: Sequence[Any]
     ) -> Callable[..., Any] | None:
         """Compile with a fallback; None if it can't, or if that does not do what eager does."""
         compiled = self.traced.compile(self.fallbacks[place], inputs)
-        if compiled is None or eager is None:
-            return compiled
+        if compiled is None:
+            return None
         judged = self._judge(self.fallbacks[place], compiled, eager, inputs)
         return None if judged.differences else judged.function
-
-    def mutate_outside(self, inputs: Sequence[Any]) -> bool:
-        """Take the fallback that writes the inputs outside of the graph; whether it is right here.
-
-        Otherwise the graph counts as one that leaves its inputs alone.
-        """
-        place, function = self._position + 1, None
-        start, self.conclusive = time.perf_counter(), True
-        with contextlib.suppress(Exception):  # as in check()
-            function = self._compiled_right(place, self._run_eagerly(inputs), inputs)
-        # Not in a finally: the ranks that were not interrupted would count one check less.
-        self.record.checks += 1
-        self.record.seconds += time.perf_counter() - start
-        if function is not None:
-            self._position, self.runs = place, function
-            self.record.runs = OUTSIDE
-            self.record.reason = "it writes its inputs, of more sizes than are checked one by one"
-        self._stays_inside = function is None
-        return function is not None
-
-    def _agree_with_ranks(self, inputs: Sequence[Any]) -> None:
-        """Take the fallback of the rank that is furthest down; it has to be right here as well."""
-        while True:
-            mine = self._position
-            negative, furthest = largest_of_all_ranks(self.options.group, [-mine, mine])
-            if -negative == furthest:
-                return
-            if mine == furthest:
-                continue  # the others come down, and may have to go further
-            eager: Outcome | None = None
-            if self.record.status != "unverified":
-                with contextlib.suppress(torch.OutOfMemoryError, _UnverifiedError):
-                    eager = self._run_eagerly(inputs)
-            self._fall_back(eager, inputs, furthest)
-            self.record.runs = self.fallbacks[self._position].name
 
 
 def checked_calls(check: GraphCheck) -> Callable[..., Any]:

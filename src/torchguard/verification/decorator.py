@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
@@ -18,7 +18,7 @@ from torchguard._torch import (
     keep_settings,
     settings_of_compiled,
 )
-from torchguard.verification.backend import CheckEach, OnMismatch, Options, VerifiedBackend
+from torchguard.verification.backend import OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
 
 _Arguments = ParamSpec("_Arguments")
@@ -103,12 +103,9 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    check_each: CheckEach = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-    group: Any = None,
-    run_twice: Collection[str] = (),
     **compile_options: Any,
 ) -> Decorator: ...
 @public
@@ -119,12 +116,9 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
-    check_each: CheckEach = "auto",
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-    group: Any = None,
-    run_twice: Collection[str] = (),
     **compile_options: Any,
 ) -> Any:
     """Compile a function or a module, and keep of each graph only what does what eager does.
@@ -136,20 +130,26 @@ def verified(
     is returned as it is. The result has a method ``stats()``, unless a module has a ``stats``
     of its own.
 
+    Each graph is run on copies of its first real inputs, once as Dynamo traced it and once
+    compiled: values, gradients, strides and sharing of memory have to be the same. If they are
+    not, one warning says so and the first fallback runs that is right: inductor with inputs written
+    outside the graph, inductor whose casts all round, AOTAutograd alone, eager. A graph with
+    dynamic shapes is checked again when it is called with sizes that are new to it, up to 256
+    combinations. While one thread checks a graph, others that call it run it eagerly.
+
     What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
     the buckets, and :func:`verification_report` has the graphs.
 
     Args:
         function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
-        calls: see :func:`verified_backend`, like the next three.
-        on_mismatch: what happens to a wrong graph.
-        max_bytes: the largest inputs that are copied.
-        check_each: ``"auto"``, ``"shape"`` or ``"graph"``.
+        calls: how many calls of each graph are checked; of a graph with dynamic shapes, how
+            many with each combination of sizes.
+        on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
+            the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
+        max_bytes: leave a graph unverified if its inputs' storages have more bytes.
         backend: what compiles, by name or itself.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
-        group: a process group whose ranks take the same fallback, see :func:`verified_backend`.
-        run_twice: custom operators without side effects, see :func:`verified_backend`.
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
     Raises:
@@ -159,7 +159,7 @@ def verified(
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
     """
-    checks = Options(calls, on_mismatch, max_bytes, check_each, group, run_twice)
+    checks = Options(calls, on_mismatch, max_bytes)
     has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:

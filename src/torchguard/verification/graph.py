@@ -8,14 +8,22 @@ import logging
 import operator
 import re
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from torchguard._torch import has_only_results, is_kept_whole, operator_name, symbols_in
+from torchguard._torch import (
+    has_only_results,
+    is_kept_whole,
+    operator_name,
+    source_name,
+    symbols_in,
+)
+from torchguard.equivalence.copies import span_of
+from torchguard.equivalence.reference import node_may_write
 
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
@@ -69,21 +77,56 @@ def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def place_of(graph: fx.GraphModule) -> tuple[str, str]:
-    """Return the function or module that was compiled, and ``file:line`` of the last statement.
+    """Return the function or module that was compiled, and ``file:first-last`` of its lines.
 
-    A module of torch itself has no line of the user's: then it is the module's class.
+    A module of torch itself has no lines of the user's: then it is the module's class.
     """
-    for node in reversed(graph.graph.nodes):
-        frames = re.findall(r'File "(.*)", line (\d+), in (.*)', node.stack_trace or "")
-        if frames:
-            # The outermost frame is what Dynamo compiled, or its rest after a graph break.
-            resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_\d+", frames[0][2])
-            file, line, _ = frames[-1]
-            return resumed[1] if resumed else frames[0][2], f"{file}:{line}"
+    stacks = [
+        re.findall(r'File "(.*)", line (\d+), in (.*)', node.stack_trace or "")
+        for node in graph.graph.nodes
+    ]
+    # The outermost frame is what Dynamo compiled, or its rest after a graph break.
+    outermost = [frames[0] for frames in stacks if frames]
+    if outermost:
+        file, _, name = outermost[-1]
+        lines = [
+            int(line)
+            for its_file, line, its_name in outermost
+            if (its_file, its_name) == (file, name)
+        ]
+        first, last = min(lines), max(lines)
+        resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_\d+", name)
+        place = f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
+        return resumed[1] if resumed else name, place
     for node in graph.graph.nodes:
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             return getattr(kind, "__name__", str(kind)), "torch.nn"
     return "graph", "no line known"
+
+
+def names_of(graph: fx.GraphModule) -> list[str]:
+    """Return what the program calls each input; those it has no name for are numbered.
+
+    Sizes and numbers that Dynamo made inputs are not counted.
+    """
+    names, unnamed = [], 0
+    for node in placeholders_of(graph):
+        name = source_name(node)
+        for before, after in _SPELLINGS:
+            name = re.sub(before, after, name)
+        if name.startswith("self."):
+            name = name.removeprefix("self.")
+        names.append(name or f"input {unnamed}")
+        unnamed += not isinstance(node.meta.get("example_value"), SYMBOLIC)
+    return names
+
+
+# How Dynamo writes the variables and the attributes of modules.
+_SPELLINGS = (
+    (r"^L\['fn'\]\.__self__", "self"),
+    (r"^[LG]\['(\w+)'\]", r"\1"),
+    (r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1"),
+)
 
 
 # ---- the sizes of a call ----
@@ -109,6 +152,30 @@ def _shapes(inputs: Sequence[Any]) -> Hashable:
         for value in inputs
         if isinstance(value, (torch.Tensor, int))
     )
+
+
+def may_write(graph: fx.GraphModule) -> bool:
+    """Whether an operation of the graph may write to a tensor that it is given."""
+    return any(node_may_write(node) for part in graphs_in(graph) for node in part.graph.nodes)
+
+
+def shared_inputs(inputs: Sequence[Any]) -> Hashable:
+    """Return which inputs overlap in memory, in pairs, the one that begins first in front."""
+    spans = sorted(
+        (str(value.device), *span_of(value), place)
+        for place, value in enumerate(inputs)
+        if type(value) in _SPANNED and value.layout is torch.strided
+    )
+    found = []
+    for place, (device, _, end, number) in enumerate(spans):
+        for its_device, its_begin, _, its_number in spans[place + 1 :]:
+            if its_device != device or its_begin >= end:
+                break
+            found.append((number, its_number))
+    return tuple(found)
+
+
+_SPANNED = {torch.Tensor, torch.nn.Parameter}
 
 
 def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
@@ -144,16 +211,13 @@ _HIGHER_ORDER = {
 _MODULES = {"torch", "_operator", "math", "cmath", "builtins", "einops"}
 
 
-def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str | None:
-    """Name the operation because of which the graph must not be run again, or None.
-
-    ``run_twice`` names custom operators of which the user knows that they may be.
-    """
+def why_not_twice(graph: fx.GraphModule) -> str | None:
+    """Name the operation because of which the graph must not be run again, or None."""
     for part in graphs_in(graph):
         for node in part.graph.nodes:
             reason = None
             if node.op == "call_function":
-                reason = _why_not_twice(node.target, run_twice)
+                reason = _why_not_twice(node.target)
             elif node.op == "call_module":
                 module = type(part.get_submodule(str(node.target)))
                 # Others are there while torch._dynamo.config.inline_inbuilt_nn_modules is off.
@@ -165,7 +229,7 @@ def why_not_twice(graph: fx.GraphModule, run_twice: Collection[str] = ()) -> str
     return None
 
 
-def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
+def _why_not_twice(function: Any) -> str | None:
     # Most are torch.add or operator.mul: neither of torch.ops nor written in Python.
     name = None if isinstance(function, BuiltinFunctionType) else operator_name(function)
     if name is None:
@@ -175,7 +239,7 @@ def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
         return f"{name} communicates with other processes"
     if namespace == "higher_order":
         return None if short in _HIGHER_ORDER else f"the operator {short} may have other effects"
-    if namespace in _OPERATORS or name in run_twice:
+    if namespace in _OPERATORS:
         return None
     ranks = torch.distributed
     if not has_only_results(function):
@@ -184,7 +248,7 @@ def _why_not_twice(function: Any, run_twice: Collection[str]) -> str | None:
         reason = "which may communicate with other ranks"  # its schema does not say
     else:
         return None
-    return f"{name} is a custom operator {reason}; where it may run twice: run_twice=[{name!r}]"
+    return f"{name} is a custom operator {reason}"
 
 
 def _why_not_python_twice(function: Any) -> str | None:

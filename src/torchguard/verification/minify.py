@@ -32,6 +32,8 @@ class Case:
     graph: fx.GraphModule
     compiled: Callable[..., Any]
     inputs: list[Any]
+    numbers: tuple[int, ...]
+    """What number each input has, here and in what was made smaller."""
 
     def differences(self, inputs: Sequence[Any]) -> tuple[Difference, ...]:
         """Return what the compiled graph does otherwise with these inputs."""
@@ -42,7 +44,8 @@ class Case:
         verdict = judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs))
         # What eager itself does not do twice, such as reading new memory, shows nothing.
         steady = verdict.equal or judge(eager, run_on_copies(self.graph, inputs), COMPILING).equal
-        return verdict.differences if steady else ()
+        names = [f"input {number}" for number in self.numbers]
+        return tuple(each.named(names) for each in verdict.differences) if steady else ()
 
 
 def minified(case: Case, compile_: Compiler) -> Case:
@@ -70,10 +73,12 @@ class _Minifier:
     def _shows(self, graph: fx.GraphModule, inputs: list[Any]) -> bool:
         """Compile a smaller graph and take it if it shows a difference as well."""
         _leave_out_unread(graph)
-        inputs = _leave_out_unused_inputs(graph, inputs)
+        first = max(self.case.numbers, default=-1) + 1
+        new = range(first, first + len(inputs) - len(self.case.inputs))
+        inputs, numbers = _leave_out_unused_inputs(graph, inputs, (*self.case.numbers, *new))
         graph.recompile()
         try:
-            smaller = Case(graph, self._compile(copy_graph(graph), inputs), inputs)
+            smaller = Case(graph, self._compile(copy_graph(graph), inputs), inputs, numbers)
             found = smaller.differences(inputs)
         except Exception:  # noqa: BLE001 - whatever goes wrong here, the larger case is there
             return False
@@ -228,9 +233,12 @@ def _replacement(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _leave_out_unused_inputs(graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    pairs = list(zip(placeholders_of(graph), inputs, strict=True))
-    for node, _ in pairs:
+def _leave_out_unused_inputs(
+    graph: fx.GraphModule, inputs: list[Any], numbers: tuple[int, ...]
+) -> tuple[list[Any], tuple[int, ...]]:
+    rows = list(zip(placeholders_of(graph), inputs, numbers, strict=True))
+    used = [row for row in rows if row[0].users]
+    for node, _, _ in rows:
         if not node.users:
             graph.graph.erase_node(node)
-    return [value for node, value in pairs if node.users]
+    return [value for _, value, _ in used], tuple(number for _, _, number in used)

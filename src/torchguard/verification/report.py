@@ -26,7 +26,7 @@ class GraphRecord:
     """The function or module that was decorated, or else the one that Dynamo compiled."""
 
     place: str
-    """``file:line`` of the graph's last statement."""
+    """``file:first-last``: the lines of the function that the graph computes."""
 
     nodes: int
     """How many operations it has."""
@@ -138,7 +138,7 @@ def message_of(
     lines = [
         f"{compiler} (torch {torch.__version__}) compiled {record.function} wrong:",
         *(f"  {line}" for line in first_of(found)),
-        f"  last statement: {record.place}",
+        f"  lines: {record.place}",
         *([] if largest is None else [f"  largest difference: {largest:.3g}"]),
         f"  now: {now}",
         f"  reproducer: {reproducer}",

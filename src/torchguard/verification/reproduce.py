@@ -46,13 +46,17 @@ def inputs():
 {inputs}
 
 
+NUMBERS = {numbers}  # of the inputs
+
+
 def run(function):
     """Return what can be seen of one run: tensors, and which of them share memory."""
     values = inputs()
-    leaves = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    inputs_ = [(i, v) for i, v in zip(NUMBERS, values) if isinstance(v, torch.Tensor)]
+    leaves = [(i, v) for i, v in inputs_ if v.requires_grad]
     outputs = list(function(*values))
     tensors = {{f"output {{i}}": v for i, v in enumerate(outputs)}}
-    tensors |= {{f"input {{i}} after the call": v for i, v in enumerate(values)}}
+    tensors |= {{f"input {{i}} after the call": v for i, v in zip(NUMBERS, values)}}
     tensors = {{k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
     address = {{k: v.untyped_storage().data_ptr() for k, v in tensors.items() if v.numel()}}
     shared = {{(a, b) for a in address for b in address if a < b and address[a] == address[b]}}
@@ -60,8 +64,9 @@ def run(function):
     if ends and leaves:
         torch.manual_seed(1)
         sent = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in ends]
-        gradients = torch.autograd.grad(ends, leaves, sent, allow_unused=True)
-        tensors |= {{f"gradient {{i}}": v for i, v in enumerate(gradients) if v is not None}}
+        gradients = torch.autograd.grad(ends, [v for _, v in leaves], sent, allow_unused=True)
+        pairs = zip(leaves, gradients)
+        tensors |= {{f"gradient of input {{i}}": g for (i, _), g in pairs if g is not None}}
     return {{k: v.detach() for k, v in tensors.items()}}, shared
 
 
@@ -117,7 +122,7 @@ def reproducer_of(
     minify = "" if traced.is_dynamic else _MINIFY
     name = record.function if record.function.isidentifier() else "graph"
     with unlogged():
-        case = Case(traced.graph, wrong, list(inputs))
+        case = Case(traced.graph, wrong, list(inputs), tuple(range(len(inputs))))
         try:
             text = _script(case, backend.source, minify)
             folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
@@ -134,13 +139,17 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
     """Write a smaller script that shows a difference too: ``python reproducer.py --minify``.
 
     Each try compiles a graph, so it may take minutes; Ctrl-C ends it with the smallest so far.
-    Returns the script's exit status: 0 where there is no difference to make smaller.
+    Returns the script's exit status: 0 if one was written, 1 if there is no difference to make
+    smaller, 2 if the graph can't be traced again.
     """
     traced: list[Case] = []
 
     def keep(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            traced.append(Case(graph, graph.forward, copy_inputs(given).values))
+            # Dynamo orders the inputs as the graph uses them.
+            numbers = (next((i for i, v in enumerate(inputs) if v is each), -1) for each in given)
+            copies = copy_inputs(given).values
+            traced.append(Case(graph, graph.forward, copies, tuple(numbers)))
             return graph.forward(*given)
 
         return run
@@ -160,15 +169,15 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
     whole = traced[0]
     with unlogged(), tracing_again(None):
         compiled = compile_(copy_graph(whole.graph), whole.inputs)
-        case = Case(whole.graph, compiled, whole.inputs)
+        case = Case(whole.graph, compiled, whole.inputs, whole.numbers)
         small = minified(case, compile_) if case.differences(case.inputs) else None
         text = "" if small is None else _script(small, source)
     if small is None:
         sys.stdout.write("no difference\n")
-        return 0
+        return 1
     path = Path(script)
     sys.stdout.write(f"{_write(text, path.with_name(f'{path.stem}-small.py'))}\n")
-    return 1
+    return 0
 
 
 def _write(text: str, path: Path) -> str:
@@ -206,6 +215,7 @@ def _script(case: Case, arguments: str, minify: str = "") -> str:
         imports="\n".join(imports.values()),
         classes="\n\n".join(classes),
         inputs=_inputs_that_show(case),
+        numbers=list(case.numbers),
         root=root,
         arguments=f"graph{arguments}",
         import_sys="import sys\n\n" if minify else "",

@@ -18,7 +18,6 @@ from typing_extensions import assert_type
 
 import torchguard
 from torchguard.rollback.consistency import is_consistent
-from torchguard.verification.backend import VerifiedBackend
 
 
 def mutation() -> None:
@@ -155,8 +154,6 @@ def verification() -> None:
     assert_type(list(layer.parameters()), list[torch.nn.Parameter])
     named: torchguard.Verified[..., torch.Tensor] = tripled
     del named
-    backend = torchguard.verified_backend("aot_eager", check_each="shape", max_bytes=1 << 20)
-    assert_type(backend, VerifiedBackend)
     assert_type(torchguard.verification_report(), torchguard.VerificationReport)
     assert_type(torchguard.verification_report().seconds, float)
     assert_type(torchguard.verification_report().graphs[0], torchguard.GraphRecord)

@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 import torchguard
 from support.child_process import output_of
+from support.miscompiling import verified_backend
+from support.random_programs import Program, attempt, program
 from support.zoo import Architecture, named
 from torchguard import verified
-from torchguard.__main__ import main
-from torchguard.verification.backend import verified_backend
-from torchguard.verification.fuzz import Program, attempt, program
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,8 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_reports")]
 
 def test_a_seed_is_the_same_program_everywhere() -> None:
     line = (
-        "from torchguard.verification.fuzz import program; "
-        "print([program(s).source for s in range(20)])"
+        "from support.random_programs import program; print([program(s).source for s in range(20)])"
     )
     assert output_of(line).strip() == str([program(seed).source for seed in range(20)])
 
@@ -60,18 +58,6 @@ def test_eager_is_right_about_itself_at_ten_sizes_small_ones_first() -> None:
     assert rows[1:] == sorted(set(rows)) == [2, 3, 4, 6, 9, 16, 33, 64, 150, 300]
     for seed in range(1, 20):
         assert attempt(program(seed), lambda function: function) == []
-
-
-def spoiled(graph: Any, _: list[Any] | None = None) -> Any:
-    """Write into an input that should be left alone; a function, or a backend."""
-
-    def run(*inputs: Any) -> Any:
-        results = graph(*inputs)
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        tensors[-1].data[-1, -1] += 1
-        return results
-
-    return run
 
 
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
@@ -103,50 +89,6 @@ def test_with_the_check_no_program_is_wrong_and_without_it_some_are() -> None:
     # No mismatch that the other comparison finds right, and none that is missed.
     bare = attempt(made, torch.compile, sizes)
     assert bool(bare) == bool(backend.stats().mismatched)
-
-
-@pytest.fixture(scope="module")
-def spoiled_backend() -> str:
-    """A backend known by name that writes into an input it should leave alone."""
-    torch._dynamo.register_backend(spoiled, "torchguard_tests_spoiled")
-    return "torchguard_tests_spoiled"
-
-
-def test_the_command_finds_nothing_wrong_with_the_check(
-    spoiled_backend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fuzz", "--seed", "1", "--count", "2", "--backend", spoiled_backend]) == 0
-    shown = capsys.readouterr()
-    assert "2 programs: 0 wrong with the check; " in shown.out
-    assert "; 0 graphs were compiled wrong" not in shown.out
-    assert "[2/2] program 2: right" in shown.err
-
-
-def test_the_command_shows_what_is_wrong_without(
-    spoiled_backend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--seed", "2", "--count", "1", "--backend", spoiled_backend, "--bare"]
-    assert main(["fuzz", *options]) == 1
-    shown = capsys.readouterr().out
-    assert program(2).source in shown
-    assert "1 programs: 1 wrong, without the check" in shown
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--count", "0"], "argument --count"),
-        (["--minutes", "0"], "argument --minutes"),
-        (["--backend", "inducktor"], "unknown torch.compile backend 'inducktor'"),
-    ],
-)
-def test_bad_usage_ends_with_2(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["fuzz", *options])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 # --- torch's own samples

@@ -324,6 +324,11 @@ def compiling_as(callback: Any, purpose: str) -> Any:
     return _compiling[callback]
 
 
+def compiles_apart(purpose: str) -> bool:
+    """Whether something was compiled apart from all others for this purpose."""
+    return any(key.purpose == purpose for key in _keys)
+
+
 _ORIGINAL = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # since 2.8, and 2.6
 
 

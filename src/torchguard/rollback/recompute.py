@@ -412,6 +412,7 @@ class _Counting(nn.Module):
         self.began: list[tuple[int, float]] = []
         self.runs = 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64, device="cpu"))
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         self.began.append((self.runs, self.seen.item()))
@@ -419,7 +420,7 @@ class _Counting(nn.Module):
         self.seen += 1
         if len(self.began) > 1:
             raise _Enough  # what comes next in torch's backward imports a compiler
-        return x.exp()
+        return x * self.factor
 
 
 def runs_again_as_first(*, reentrant: bool) -> bool:

@@ -31,7 +31,9 @@ from torchguard._torch import (
     inner_tensors,
     set_version,
     version_of,
+    warn_user,
     without_dispatch_modes,
+    without_torch_dispatch,
     without_torch_function,
 )
 from torchguard._torch.optimizers import call_unseen, copy_all, same_tensors, versions_of
@@ -532,3 +534,35 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
     for tensor, before, now in zip(tensors, versions, versions_of(list(tensors)), strict=True):
         if before is not None and before != now:
             set_version(tensor, before)
+
+
+# ---- can this torch do it? ----
+
+
+def why_not_restorable() -> str | None:
+    """Write to a tensor and restore it; say what this release does not restore, or None."""
+    with torch.inference_mode(False), without_torch_function(), without_torch_dispatch():
+        tensor = torch.zeros(2, device="cpu", dtype=torch.float64)
+        try:
+            saved = capture(tensor, data=True)
+            tensor.fill_(1.0).resize_(4)
+            saved.restore()
+            if tuple(tensor.shape) != (2,) or tensor.any():
+                return "its shape and elements"
+            return None if version_of(tensor) == saved.version else "its version counter"
+        except Exception as error:  # noqa: BLE001  a name that is gone may raise anything
+            return f"it ({type(error).__name__}: {error})"
+
+
+def _warn_if_not_restorable() -> None:
+    reason = why_not_restorable()
+    if reason is not None:
+        warn_user(
+            f"torchguard: on torch {torch.__version__} a tensor can't be restored after a "
+            f"failure: {reason}. What restores tensors (safe_resize_, rollback_on_error, "
+            "transaction and others) does not protect them",
+            RuntimeWarning,
+        )
+
+
+_warn_if_not_restorable()

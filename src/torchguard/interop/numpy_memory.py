@@ -220,9 +220,9 @@ def changed() -> None:
 
     https://github.com/python/cpython/blob/main/Lib/multiprocessing/reduction.py
     """
-    now = torch.multiprocessing.reductions.reduce_tensor
+    now = getattr(torch.multiprocessing.reductions, "reduce_tensor", None)
     for kind, reduce in list(ForkingPickler._extra_reducers.items()):  # type: ignore[attr-defined]
-        if reduce is not now and reduce in _reducers:
+        if now is not None and reduce is not now and reduce in _reducers:
             ForkingPickler.register(kind, now)
 
 

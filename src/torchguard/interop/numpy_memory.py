@@ -221,9 +221,13 @@ def changed() -> None:
     https://github.com/python/cpython/blob/main/Lib/multiprocessing/reduction.py
     """
     now = getattr(torch.multiprocessing.reductions, "reduce_tensor", None)
+    if now is None:
+        return
     for kind, reduce in list(ForkingPickler._extra_reducers.items()):  # type: ignore[attr-defined]
-        if now is not None and reduce is not now and reduce in _reducers:
+        if reduce is not now and reduce in _reducers:
             ForkingPickler.register(kind, now)
+    if now not in _reducers:  # what the guard has made is wrapped once more
+        _reducers.append(now)
 
 
 def not_needed() -> str | None:

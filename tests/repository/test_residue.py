@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchguard
 from conftest import residue
+from support.child_process import output_of
 
 if TYPE_CHECKING:
     import pytest
@@ -53,3 +54,26 @@ def test_what_a_scope_leaves_is_residue_until_uninstall() -> None:
     assert "torch._dynamo.output_graph.OutputGraph.call_user_compiler was replaced" in found
     torchguard.uninstall()
     assert residue() == []
+
+
+def test_uninstall_leaves_dynamos_tables_as_they_were() -> None:
+    """With what Dynamo has added to them when it was imported, such as its ``any()``."""
+    program = """
+        import torch, torch._dynamo, torchguard
+        from torch._dynamo import trace_rules
+        from torch._dynamo.variables.builder import VariableBuilder
+        from torchguard.patching.guards import GUARDS
+
+        def known():
+            return set(trace_rules.get_torch_obj_rule_map()), set(VariableBuilder._id_dispatch())
+
+        rules, ids = known()
+        assert any in rules
+        torchguard.install(*GUARDS)
+        torchguard.uninstall()
+        now, ids_now = known()
+        # Torch itself replaces this one while Dynamo is imported.
+        assert {getattr(each, "__name__", each) for each in rules ^ now} <= {"manual_seed"}
+        assert ids_now == ids
+    """
+    output_of(program)

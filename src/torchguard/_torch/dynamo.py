@@ -76,10 +76,19 @@ def rebuild_dynamo_tables() -> None:
     ):
         table: Any = getattr(owner, name, None)
         if hasattr(table, "cache_clear"):
+            before = table()
             table.cache_clear()
-            table()
+            filled = table()
+            if isinstance(filled, dict):  # Dynamo adds to it: what it knows of any() and itertools
+                kept = {key: value for key, value in before.items() if not _is_ours(key)}
+                filled.update({key: kept[key] for key in kept.keys() - filled.keys()})
     for replacement, original in _originals.items():
         _put_in_tables(replacement, original)
+
+
+def _is_ours(function: object) -> bool:
+    code = getattr(function, "__code__", None)
+    return isinstance(code, CodeType) and code.co_filename.startswith(_INTERNAL_FOLDERS[1])
 
 
 _originals: dict[Any, Any] = {}  # by replacement

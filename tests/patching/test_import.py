@@ -96,8 +96,10 @@ print(json.dumps({
 EVERYTHING = """
 import importlib, pkgutil, torchguard
 for module in pkgutil.walk_packages(torchguard.__path__, "torchguard."):
-    # An integration imports the library it is for.
-    if not module.name.endswith("__main__") and "integrations." not in module.name:
+    # An integration imports the library it is for, and this module the compiler.
+    if not module.name.endswith(("__main__", "_torch.compiler")) and (
+        "integrations." not in module.name
+    ):
         importlib.import_module(module.name)
 """
 

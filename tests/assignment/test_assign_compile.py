@@ -53,6 +53,7 @@ def assert_one_graph_is_as_eager(
     torch.testing.assert_close(found[2:], expected[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dynamic", "wants_t"), [(False, True), (True, False)])
 def test_every_index_in_one_graph(dynamic: bool, wants_t: bool) -> None:
     """One of the two requires grad."""

@@ -21,6 +21,8 @@ from support.bucketed import Counting, in_time
 from support.child_process import run_python
 from torchguard import _torch, bucketed
 
+pytestmark = pytest.mark.slow
+
 _COUNT = 10  # more than the recompile limit, which is 8
 _SIZES = [4 * (index + 1) for index in range(_COUNT)]
 
@@ -114,7 +116,6 @@ def _in_threads(work: Callable[[int], None], count: int = 8) -> None:
         list(pool.map(work, range(count)))
 
 
-@pytest.mark.slow
 def test_the_limit_is_not_reached(limits: _Limits) -> None:
     """8 threads, 10 buckets: every result is right, and Dynamo says nothing of a limit."""
     backend = Counting()
@@ -138,7 +139,6 @@ def test_the_limit_is_not_reached(limits: _Limits) -> None:
     assert len(wrapped.stats().hits) == _COUNT
 
 
-@pytest.mark.slow
 def test_a_later_call_that_compiles_reaches_no_limit(limits: _Limits) -> None:
     """What a bucket's plan does not know, an input that wants a gradient, compiles anew."""
     backend = Counting()
@@ -172,7 +172,6 @@ def test_threads_compile_each_bucket_once(limits: _Limits) -> None:
     assert len(backend.graphs) == 2 * _COUNT
 
 
-@pytest.mark.slow
 def test_settings_of_dynamo_are_as_before() -> None:
     """Up to torch 2.11 two threads that run what dynamic=False compiled leave them changed."""
     wrapped = in_time(_sequential(), buckets=_SIZES, overflow="eager", compile={"backend": "eager"})

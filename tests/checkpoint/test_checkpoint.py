@@ -42,6 +42,7 @@ class TestSave:
         assert same(torch.load(tmp_path / name), OLD)
         assert not left(tmp_path)
 
+    @pytest.mark.slow
     def test_every_byte_at_which_writing_fails(self, tmp_path: Path) -> None:
         """The old file stays whole; plain torch.save loses it nearly every time."""
         path, plain = tmp_path / "model.pt", tmp_path / "plain.pt"
@@ -104,6 +105,7 @@ class TestSave:
         assert same(torch.load(path), OLD)
         assert names(tmp_path) == [path.name]
 
+    @pytest.mark.slow
     def test_killed_at_any_moment(self, tmp_path: Path) -> None:
         """60 processes die while they save; plain torch.save beside them loses both files."""
         moments = random.Random(1)  # noqa: S311

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ if "supervise()" in str(sys.orig_argv):
         assert {row.bare.status for row in found.rows} == {"broken"}
         assert "out of luck" in found.rows[0].bare.log
         assert found.environment.torch.startswith("unknown (broken: ")
+
+    def test_a_long_temporary_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The path of a socket has at most 108 bytes."""
+        folder = tmp_path / ("x" * 100)
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        [found] = torchguard.doctor(["resize-locked"]).rows
+        assert found.bare.status == "corrupt"
 
     @posix_only
     @pytest.mark.usefixtures("interruptible")

@@ -13,6 +13,8 @@ import pytest
 
 import torchguard
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("torchguard", "pytest_torchguard")
 

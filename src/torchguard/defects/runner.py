@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -209,6 +210,8 @@ def supervise() -> None:
         "forkserver" if sys.platform == "linux" else "spawn"
     )
     if sys.platform == "linux":
+        # The server's socket lies there: its path has at most 108 bytes, however long TMPDIR is.
+        tempfile.tempdir = "/tmp"  # noqa: S108 - multiprocessing makes a folder of its own in it
         processes.set_forkserver_preload(_PRELOADED + _COMPILER * schedule.compiles)
     _run_all(schedule, processes, channel, _readable_at_end_of_input())
 

@@ -143,3 +143,21 @@ def test_a_batch_that_is_halved_and_a_step_that_is_skipped_are_events() -> None:
     assert _first_event("batch_halved").guard == "transaction"
     assert _first_event("step_skipped").guard == "transaction"
     assert _first_event("rolled_back").guard == "transaction"
+
+
+def test_a_wrong_graph_and_a_leak_are_events() -> None:
+    def leaks(x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+    bucketed = torchguard.bucketed(leaks, dims={"x": {0: "t"}}, buckets=[8])
+    with pytest.raises(torchguard.PaddingLeakError):
+        bucketed(torch.arange(5.0))
+    assert _first_event("padding_leak").guard == "bucketed"
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    wrong = torchguard.verified(backend=lambda *_: lambda x: (x * 3,))(double)
+    with pytest.warns(torchguard.MiscompilationWarning):
+        assert wrong(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert "double" in _first_event("miscompiled").message

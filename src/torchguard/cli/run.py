@@ -37,8 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--guards",
         metavar="NAMES",
-        help="guards to install, separated by commas, as the doctor names them "
-        "(default: what install() installs)",
+        help="guards to install, separated by commas, as the doctor names them, or `all` "
+        "(default: TORCHGUARD_GUARDS of the environment, else resize)",
     )
     # Everything after the program's name is the program's, whatever it looks like.
     parser.add_argument("-m", metavar="module", dest="module", nargs="...", help="run a module")
@@ -88,10 +88,10 @@ def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
     from torchguard.patching.guards import GUARDS  # noqa: PLC0415 - imports torch, in seconds
 
     guards = tuple(name.strip() for name in options.guards.split(","))
-    unknown = [name for name in guards if name not in GUARDS]
+    unknown = [name for name in guards if name not in {*GUARDS, "all"}]
     if unknown:
         names = ", ".join(map(repr, unknown))
-        options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}")
+        options.parser.error(f"no guard called {names}; the guards are {', '.join(GUARDS)}, or all")
     return cast("tuple[GuardName, ...]", guards)
 
 
@@ -190,9 +190,12 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     What multiprocessing sends such a process first is a dictionary; an entry of that which
     installs when it is unpickled comes before the program's own imports.
     """
-    from torchguard.patching.install import install  # noqa: PLC0415 - imports torch, in seconds
+    from torchguard.patching.environment import is_off  # noqa: PLC0415 - imports torch, in seconds
+    from torchguard.patching.install import install  # noqa: PLC0415 - likewise
 
     install(*guards)
+    if is_off():
+        return
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

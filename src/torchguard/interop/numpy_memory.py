@@ -27,6 +27,7 @@ from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 
 def _copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Copy an array, and of a view with more elements than memory the memory alone."""
+    record("copied_on_write", "numpy", "a read-only array was copied")
     if not array.flags.forc:  # contiguous
         strides, size = array.strides, array.itemsize
         span = 1 + (extent(array.shape, strides) - 1) // size
@@ -113,6 +114,7 @@ def _guard_frombuffer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _writable_copy(buffer: Any) -> Any:
     """Return a copy that torch may look at: of a read-only buffer it warns, copied or not."""
+    record("copied_on_write", "numpy", "a read-only buffer was copied")
     with memoryview(buffer) as view:
         # torch refuses another order of the elements, and says so.
         return bytearray(view) if view.c_contiguous else buffer

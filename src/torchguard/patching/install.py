@@ -26,6 +26,7 @@ from torchguard._torch import (
     warn_user,
 )
 from torchguard.errors import TorchGuardError
+from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 
@@ -158,7 +159,10 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     https://github.com/pytorch/pytorch/issues/169179,
     https://github.com/pytorch/pytorch/issues/180164
     """
-    wanted = known(names, "install") or _DEFAULT
+    wanted = known(names, "install") or known(chosen(), CHOICE) or _DEFAULT
+    if is_off():
+        off = f"{SWITCH}=off in the environment"
+        return Installation((), dict.fromkeys(wanted, off), only_if_needed)
     _warn_if_newer()
     not_needed = _not_needed(wanted) if only_if_needed else {}
     _wait_for_modules(wanted)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchguard._events import record
 from torchguard._torch import computing_unseen, original_of, patch, without_torch_function
 from torchguard.errors import NonResizableStorageError
 from torchguard.state.interrupts import roll_back
@@ -40,6 +41,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, out=out, **kwargs)
         except BaseException as error:
             roll_back(_undo, saved, error)
+            record("rolled_back", "out", f"{original.__name__}(out=) failed")
             raise
 
     return guarded

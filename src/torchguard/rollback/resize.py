@@ -25,6 +25,7 @@ from torch.overrides import (
     has_torch_function_unary,
 )
 
+from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import overriding, patch, without_torch_function
 from torchguard.rollback.out import cannot_grow, lacks_allocator
@@ -98,7 +99,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
             if saved is not None:
-                roll_back(saved.restore)
+                _fail(saved, operation, once=helper)
             raise
 
     return resize_
@@ -115,7 +116,7 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
             if saved is not None:
-                roll_back(saved.restore)
+                _fail(saved, "resize_as_")
             raise
 
     return resize_as_
@@ -131,7 +132,7 @@ def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         except BaseException:
             if saved is not None:
-                roll_back(saved.restore)
+                _fail(saved, "set_")
             raise
 
     return set_
@@ -150,10 +151,17 @@ def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         except BaseException:
             if saved is not None:
-                roll_back(saved.restore)
+                _fail(saved, original.__name__)
             raise
 
     return changes_metadata
+
+
+def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
+    """Roll back a call that raised. With ``once`` the guard, if it is on, has counted it."""
+    roll_back(saved.restore)
+    if not (once and SWITCH.on):
+        record("rolled_back", "resize", f"{operation} failed")
 
 
 def _runs(guard: Any) -> Callable[[_Function], _Function]:
@@ -226,7 +234,7 @@ def safe_resize_as_(
     try:
         return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
     except BaseException:
-        roll_back(saved.restore)
+        _fail(saved, "safe_resize_as_", once=True)
         raise
 
 
@@ -269,7 +277,7 @@ def safe_set_(
     try:
         return tensor.set_(**arguments)  # type: ignore[return-value]
     except BaseException:
-        roll_back(saved.restore)
+        _fail(saved, "safe_set_", once=True)
         raise
 
 

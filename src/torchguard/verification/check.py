@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchguard._events import record
 from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import (
@@ -114,6 +115,7 @@ class GraphCheck:
         for found in overlaps:
             warn_of(*found)
         if warning is not None:
+            record("miscompiled", "verified", warning.partition("\n")[0].rstrip(":"))
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
             warn_at_compiled_call(warning, MiscompilationWarning)
         return function(*inputs)

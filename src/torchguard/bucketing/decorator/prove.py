@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchguard._events import record
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
 from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Case, Input, Plan, sizes_of
@@ -166,6 +167,7 @@ class _Checker:
                 for _ in self._runs([{}, fills] if fills else [None, {}], watch):
                     pass
         said = advice(self._shapes, self._case, fills)
+        record("padding_leak", "bucketed", text)
         raise PaddingLeakError(f"bucketed: {text}{watch.found}{said}")
 
     def _other_fills(self) -> list[Fills]:

@@ -6,8 +6,10 @@ import copy
 import gc
 import inspect
 import pickle
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,6 +146,32 @@ class TestMethods:
         torch.compiler.reset()
         gc.collect()
         assert reference() is None
+
+    def test_threads_that_call_a_method_first_share_its_graphs(self) -> None:
+        made = []
+
+        class Doubles:
+            def double(self, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+        wrapped = bucketed(Doubles.double, dims={"x": {0: "t"}}, buckets=[4])
+        begin = wrapped._new_caller
+
+        def slowly(spec: Any) -> Any:
+            made.append(1)
+            time.sleep(0.2)
+            return begin(spec)
+
+        wrapped._new_caller = slowly  # type: ignore[method-assign]
+        instance = Doubles()
+
+        def call(_: int) -> None:
+            wrapped.__get__(instance)(torch.ones(3))
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(call, range(2)))
+        assert made == [1]
+        assert wrapped.__get__(instance).stats().calls == 2
 
     def test_bound_ones_have_the_signature_of_the_function_without_self(self) -> None:
         class Model(nn.Module):

@@ -8,10 +8,8 @@ import logging
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,9 @@ from torch import nn
 
 from support.bucketed import Counting, in_time
 from support.child_process import run_python
-from torchguard import _torch, bucketed
+from torchguard import _torch
+
+pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 
@@ -194,32 +194,6 @@ def test_settings_of_dynamo_are_as_before() -> None:
         for name, value in zip(names, before, strict=True):
             setattr(torch._dynamo.config, name, value)
     assert found == before
-
-
-def test_threads_that_call_a_method_first_share_its_graphs() -> None:
-    made = []
-
-    class Doubles:
-        def double(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    wrapped = bucketed(Doubles.double, dims={"x": {0: "t"}}, buckets=[4])
-    begin = wrapped._new_caller
-
-    def slowly(spec: Any) -> Any:
-        made.append(1)
-        time.sleep(0.2)
-        return begin(spec)
-
-    wrapped._new_caller = slowly  # type: ignore[method-assign]
-    instance = Doubles()
-
-    def call(_: int) -> None:
-        wrapped.__get__(instance)(torch.ones(3))
-
-    _in_threads(call, count=2)
-    assert made == [1]
-    assert wrapped.__get__(instance).stats().calls == 2
 
 
 def test_only_what_compiles_enters_the_scope() -> None:

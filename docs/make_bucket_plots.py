@@ -9,12 +9,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
-RECORD = DOCS.parent / "benchmarks" / "records" / "2026-11-21-fit-cpu.json"
+RECORD = DOCS.parent / "benchmarks" / "records" / "2026-11-27-fit-cpu.json"
 
 
-def rules(record: dict[str, Any], cost: str, path: Path) -> None:
+def rules(record: dict[str, Any], path: Path) -> None:
     """One panel per kind of lengths: held-out waste of every rule at 8 buckets."""
-    rows = [row for row in record["rows"] if row["count"] == 8 and row["cost"] == cost]  # noqa: PLR2004
+    rows = [row for row in record["rows"] if row["count"] == 8]  # noqa: PLR2004
     figure = Figure(figsize=(9.0, 6.2), layout="constrained")
     grid = figure.subplots(2, 4, sharey=True)
     for axes, row in zip(grid.flat, rows, strict=True):
@@ -27,7 +27,7 @@ def rules(record: dict[str, Any], cost: str, path: Path) -> None:
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     grid[0, 0].invert_yaxis()
-    figure.suptitle(f"waste in % at 8 buckets, maxima of batches of 16, held-out half, {cost} cost")
+    figure.suptitle("waste in % at 8 buckets, maxima of batches of 16, held-out half")
     figure.savefig(path, dpi=130)
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     """Draw it."""
     (DOCS / "img").mkdir(exist_ok=True)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    rules(record, "linear", DOCS / "img" / "buckets-rules.png")
+    rules(record, DOCS / "img" / "buckets-rules.png")
 
 
 if __name__ == "__main__":

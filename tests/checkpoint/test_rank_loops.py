@@ -1,4 +1,4 @@
-"""The loops of the page on several ranks, each run by two processes."""
+"""The loops of the pages on several ranks and on trainers, each run by two processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from support.document import blocks
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
-LOOPS = {each.kind: each.code for each in blocks(PAGE.read_text("utf-8")) if each.language == "py"}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "ranks.md"
+LOOPS = {
+    each.kind: each.code
+    for page in (PAGE, DOCS / "trainers.md")
+    for each in blocks(page.read_text("utf-8"))
+    if each.language == "py"
+}
 
 # DDP may be the last to hold a group: then the group's end waits for its thread with the GIL held,
 # and the thread may wait for the GIL. A group that ends in destroy_process_group() waits without.

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchguard.equivalence.collective import largest_of_all_ranks
 from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
 from torchguard.equivalence.copies import copy_inputs, why_not_copied
 from torchguard.equivalence.copies import run_on_copies as run
@@ -25,8 +23,7 @@ from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -341,29 +338,6 @@ def test_what_is_reported() -> None:
     made = Outcome(gradients={("leaf", 1): Gradient(torch.ones(2), known=False)})
     assert judge(made, Outcome(gradients={}), PADDING).equal
     assert judge(of(LARGE), of(LARGE), PADDING).strain == 0
-
-
-# --- ranks
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A group of one rank."""
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    where = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("which", [True, None])
-def test_every_rank_gets_the_largest(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that has NCCL for its GPUs and gloo for the CPU is asked on the CPU."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
-    with torch.inference_mode():
-        assert largest_of_all_ranks(which, [-2, 5]) == [-2, 5]
 
 
 # --- other last digits, and nothing but these

@@ -41,7 +41,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, out=out, **kwargs)
         except BaseException as error:
             roll_back(_undo, saved, error)
-            record("rolled_back", "out", f"{original.__name__}(out=) failed")
+            name = getattr(original, "__name__", "an operator")  # what other code put here has none
+            record("rolled_back", "out", f"{name}(out=) failed")
             raise
 
     return guarded

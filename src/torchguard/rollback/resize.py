@@ -151,7 +151,7 @@ def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         except BaseException:
             if saved is not None:
-                _fail(saved, original.__name__)
+                _fail(saved, getattr(original, "__name__", "an operator"))
             raise
 
     return changes_metadata

@@ -1,13 +1,13 @@
-"""torchguard: failed operations lose nothing, and compiled code does what it says.
+"""torchguard: verifies compiled graphs against eager, and rolls back training steps that fail.
 
 Compile
-    :func:`verified` checks each compiled graph against eager and goes on with what is right
+    :func:`verified` checks each compiled graph against eager and falls back if they differ
     (:func:`verification_report`).
 
 Training step
-    :func:`transaction` undoes a step that failed. :func:`save`, :func:`load`,
+    :func:`transaction` rolls back a step that failed. :func:`save`, :func:`load`,
     :func:`load_state_dict` and :func:`checkpoint_folder` keep files whole.
-    :func:`safe_checkpoint` recomputes activations as they were computed first.
+    :func:`safe_checkpoint` recomputes activations as the first run computed them.
     Several ranks: :func:`load_sharded`, :func:`verify_checkpoint`, :func:`replicas_agree`.
 
 Sizes
@@ -16,13 +16,13 @@ Sizes
     :func:`length_mask`).
 
 Operations that fail
-    :func:`rollback_on_error` is a scope; :func:`safe_resize_`, :func:`safe_resize_as_` and
-    :func:`safe_set_` single calls; :func:`check_consistent` and :func:`repair_` are for what is
-    spoiled already. :func:`sliced_assign` and :func:`sliced_assign_` assign by index and keep the
-    gradient.
+    :func:`rollback_on_error` restores tensors if a block raises. :func:`safe_resize_`,
+    :func:`safe_resize_as_` and :func:`safe_set_` are single calls. :func:`check_consistent` and
+    :func:`repair_` are for tensors that are broken already. :func:`sliced_assign` and
+    :func:`sliced_assign_` assign by index and keep the gradient.
 
 The whole process
-    :func:`install` puts guards in place for code that does not import torchguard, and
+    :func:`install` switches guards on for code that does not import torchguard, and
     :func:`uninstall` removes them (:func:`installed`). :func:`guarded` does so for a block.
     :func:`events` counts what the guards did. :func:`doctor` shows which defects this torch has.
 
@@ -35,7 +35,6 @@ imports nothing else, not even torch.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 from torchguard._public import __version__
@@ -99,24 +98,6 @@ _HOME = {
 _FOLDERS = ("assignment", "bucketing", "checkpoint", "checks", "defects", "equivalence", "interop",
             "patching", "rollback", "transactions", "verification")  # fmt: skip
 
-# Names that were here, for one release: what to type.
-_GONE = {
-    "halved": 'retry="halve": step.run(loss_of, batch, retry="halve")',
-    "is_consistent": "torchguard.check_consistent(tensor), which raises InconsistentTensorError",
-    **{
-        name: f"torchguard.errors.{name}"
-        for name in (
-            "MiscompilationError",
-            "NonResizableStorageError",
-            "PatchConflictError",
-            "PeerFailedError",
-            "ReadOnlyMemoryError",
-            "SaveError",
-            "SharedViewError",
-        )
-    },
-}
-
 __all__ = ["__version__", *(name for names in _PUBLIC.values() for name in names)]  # noqa: PLE0604 - strings
 
 
@@ -127,12 +108,6 @@ def __getattr__(name: str) -> Any:
         return found
     if name == "errors" or name in _FOLDERS:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in _GONE:
-        text = f"torchguard.{name} is gone; type {_GONE[name]}"
-        # `from torchguard import halved` would say "cannot import name" in place of an
-        # AttributeError's text: https://docs.python.org/3/reference/simple_stmts.html#import
-        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        raise ImportError(text, name=__name__) if imported else AttributeError(text)
     text = f"module {__name__!r} has no attribute {name!r}"
     if not name.startswith("_"):
         from difflib import get_close_matches  # noqa: PLC0415 - rarely needed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-import re
 import sys
 from pathlib import Path
 
@@ -49,13 +48,13 @@ def test_public_objects_say_that_they_are_torchguards() -> None:
 
 def test_few_names_are_at_the_front_door_and_dir_shows_them_alone() -> None:
     """No folder is among them; ``errors`` has the exceptions that few catch."""
-    assert len(torchguard.__all__) <= 48
+    assert len(torchguard.__all__) <= 40
     assert dir(torchguard) == sorted([*torchguard.__all__, "errors"])
     errors = [name for name in torchguard.__all__ if name.endswith(("Error", "Warning"))]
     assert len([name for name in errors if name != "OverlapWarning"]) <= 6
     assert torchguard.__doc__ is not None
     for name in torchguard.__all__[1:]:
-        assert f"`{name}`" in torchguard.__doc__ or name in {*errors, *torchguard._GONE}, name  # type: ignore[attr-defined]
+        assert f"`{name}`" in torchguard.__doc__ or name in errors, name
 
 
 def test_what_functions_return_can_be_named() -> None:
@@ -65,20 +64,6 @@ def test_what_functions_return_can_be_named() -> None:
         assert isinstance(getattr(torchguard, name), type)
     with pytest.raises(TypeError):
         isinstance(1, torchguard.VerifiedModule)
-
-
-@pytest.mark.parametrize("name", torchguard._GONE)  # type: ignore[attr-defined]
-def test_a_name_that_went_says_what_to_type(name: str) -> None:
-    if name in torchguard.__all__:
-        return
-    with pytest.raises(AttributeError, match=f"torchguard.{name} is gone; type ") as raised:
-        getattr(torchguard, name)
-    with pytest.raises(ImportError, match=f"torchguard.{name} is gone; type "):
-        exec(f"from torchguard import {name}")  # noqa: S102 - the name is the test's own
-    for typed in re.findall(r"torchguard\.([\w.]+)", str(raised.value))[1:]:
-        found: object = torchguard
-        for part in typed.split("."):
-            found = getattr(found, part)
 
 
 def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:

@@ -1,7 +1,7 @@
 """The exceptions torchguard raises on its own account.
 
 Where torch itself raises, torchguard lets torch's exception through unchanged,
-so ``except RuntimeError`` and out-of-memory retry loops go on working.
+so ``except RuntimeError`` and out-of-memory retry loops keep working.
 
 All of them are here; those that programs catch are at the front door too, as
 ``torchguard.DamagedFileError``.
@@ -66,7 +66,7 @@ class PaddingLeakError(TorchGuardError, AssertionError):
 
 
 class SaveError(TorchGuardError, RuntimeError):
-    """Raised when a file can't be replaced in one step; what was there is as it was."""
+    """Raised when a file can't be replaced in one step; the old file is unchanged."""
 
 
 @public

@@ -250,7 +250,7 @@ def _take(paths: list[str], guards: set[str]) -> None:
 def _conflict(path: str, place: _Place) -> PatchConflictError:
     if place.was_taken_away():
         return PatchConflictError(
-            f"{path} was put back to torch's own after torchguard patched it; call "
+            f"{path} is PyTorch's own function again, after torchguard replaced it; call "
             "torchguard.install(...) again, which patches it anew, then torchguard.uninstall()"
         )
     return PatchConflictError(

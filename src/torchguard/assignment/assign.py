@@ -85,7 +85,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
 
     Equals ``t[index] = value``: every alias and view of ``t`` sees it, and a leaf
     that requires grad refuses it with torch's own error. Inside a compiled
-    function, go on with what it returns: ``requires_grad`` of that is right while
+    function, use the tensor that it returns: ``requires_grad`` of that is right while
     tracing; other names of the same tensor are right under ``install("setitem")``.
 
     Args:

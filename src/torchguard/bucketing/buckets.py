@@ -154,7 +154,7 @@ class Buckets:
         """Return the smallest bucket that holds ``size``.
 
         Raises:
-            TypeError: ``size`` is no integer.
+            TypeError: ``size`` is not an integer.
             ValueError: it is negative, or no bucket holds it.
         """
         if type(size) is not int:

@@ -65,7 +65,7 @@ def pad_to_bucket(
         buckets: the ladder, its sizes in a list, or the one size to pad to.
         value: what the padding holds. A number that the dtype can hold; ``"repeat-last"``, the
             element next to the padding; ``"arange"``, each position's index along ``dim``,
-            so that position numbers go on; or a function of ``x`` and the missing length, which
+            so that position numbers continue; or a function of ``x`` and the missing length, which
             returns a number or a tensor that broadcasts to the padding's shape.
         side: where the padding goes, ``"right"`` of the data or ``"left"``.
         out: a buffer of the padded shape to write into, all of it, and to return even when

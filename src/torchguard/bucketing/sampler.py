@@ -59,7 +59,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         batch_sizes: ``{size: rows}`` of each bucket, for :class:`torchguard.BucketCollator`.
 
     Raises:
-        TypeError: something is no integer.
+        TypeError: an argument is not an integer.
         ValueError: an item longer than the largest bucket, one above the budget alone, no items,
             both or neither of ``tokens`` and ``batch_size``, ``rank`` without ``world_size``, or no
             batch left with ``drop_last``.
@@ -148,7 +148,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of ``epoch``, as ``DistributedSampler.set_epoch`` does.
 
-        The epoch that :meth:`load_state_dict` has set goes on where it left off.
+        The epoch that :meth:`load_state_dict` has set continues where it stopped.
         """
         epoch = positive_integer(epoch, "epoch", _NAME + ".set_epoch", least=0)
         # Trainers set the epoch they resume in again, which must not begin it anew.
@@ -157,7 +157,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._given, self._yielded = self._begin, None
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
-        """Return where the epoch stands, to go on from there exactly.
+        """Return the position in the epoch, to continue from it exactly.
 
         Args:
             steps: how many batches of this epoch the training has taken. Left out, as many as

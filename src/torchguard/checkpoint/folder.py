@@ -67,7 +67,7 @@ def checkpoint_folder(
             the folder itself, without a link; it is written once, and ``keep`` does not count it.
 
     Yields:
-        The new folder, empty but for that file.
+        The new folder, empty except for that file.
 
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
@@ -364,7 +364,7 @@ def _on_all_ranks(group: Any, link: Path) -> Iterator[None]:
     failures = [(rank, text) for rank, text in enumerate(gathered(None, group)) if text is not None]
     if failures:
         what = "; ".join(f"rank {rank}: {text}" for rank, text in failures)
-        raise SaveError(f"checkpoint_folder: no rank has saved, {link} is as it was. {what}")
+        raise SaveError(f"checkpoint_folder: no rank has saved, {link} is unchanged. {what}")
 
 
 def gathered(value: Any, group: Any) -> list[Any]:

@@ -226,11 +226,11 @@ def load_state_dict(
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is torch's own, with everything that does not match in one message, and every
-    parameter, buffer, moment and group is as it was. Tied parameters stay one parameter, with
+    parameter, buffer, moment and group is unchanged. Tied parameters stay one parameter, with
     ``assign=True`` too. Names and shapes are compared before the
     first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
     hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
-    loads, and put back.
+    loads, and restored.
 
     An optimizer's state goes to the parameters of the same names, where both sides carry names
     (``Adam(model.named_parameters())``, from torch 2.6 on); torch goes by position all the same.

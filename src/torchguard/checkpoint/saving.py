@@ -169,7 +169,7 @@ def _check_end(temporary: str, path: str) -> None:
     if not ended:
         raise SaveError(
             f"save: torch has written {os.path.getsize(temporary):,} bytes, and not the end of the "
-            f"file; the disk may be full. {path} is as it was"
+            f"file; the disk may be full. {path} is unchanged"
         )
 
 

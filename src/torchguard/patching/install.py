@@ -103,7 +103,7 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     Guards:
         ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``, ``Tensor.set_``,
         ``Tensor.resize_as_sparse_`` and the other functions that change a shape leave the tensor
-        as it was when they fail, as ``safe_resize_`` does.
+        unchanged if they fail, as ``safe_resize_`` does.
         ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
         ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
         ``"overlap"``: an operation that reads what it writes (``x -= x[:, :1]``) computes as if its
@@ -213,7 +213,7 @@ def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, by :func:`install` or in a scope that is open.
 
     It compares what stands in torch now, not a flag: a guard that other code has patched over, or
-    whose function other code has put back, is not in force. A guard of Dynamo that waits until
+    whose function other code has restored, is not in force. A guard of Dynamo that waits until
     Dynamo is imported is. ``if "out" in torchguard.installed():``
     """
     with patch.lock:

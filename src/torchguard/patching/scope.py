@@ -113,7 +113,7 @@ def guarded(*names: GuardName) -> Guarded:
 
     Args:
         *names: which guards; none for ``"resize"`` and ``"out"``: an operation that fails leaves
-            the shape, strides, storage offset and storage of its tensors as they were. ``"all"``
+            the shape, strides, storage offset and storage of its tensors unchanged. ``"all"``
             is every guard.
 
     Raises:

@@ -1,1 +1,1 @@
-"""An operation that fails leaves its tensors as they were."""
+"""Operations that fail are rolled back: resize_, set_, out=, blocks, checkpointed blocks."""

@@ -1,4 +1,4 @@
-"""rollback_on_error(): a block of code that fails leaves tensors as they were."""
+"""rollback_on_error(): the tensors of a block that fails are restored."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def rollback_on_error(
 
     Takes what :func:`check_consistent` takes: of a module these are the parameters, buffers and
     gradients, of an optimizer the parameters and what its state holds. For a training step use
-    :func:`transaction`, which restores what is no tensor too and copies less.
+    :func:`transaction`, which restores more than tensors and copies less.
 
-    Without ``data=True`` the version counter goes on counting the writes that
+    Without ``data=True`` the version counter keeps counting the writes that
     succeeded inside the block. A graph recorded inside a block that failed must
     not be used afterwards.
 

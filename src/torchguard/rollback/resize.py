@@ -1,8 +1,8 @@
-"""resize_, resize_as_ and set_ that leave a tensor as it was when they fail.
+"""resize_, resize_as_ and set_ that are rolled back if they fail.
 
 torch writes the new shape first and looks for the memory afterwards
 (https://github.com/pytorch/pytorch/issues/170298). Here the metadata is read before the call and
-put back if it raises.
+restored if it raises.
 
 ``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*`` are the helpers. The
 call to torch stands in the guard itself, so that a traceback gains one line and no more.
@@ -123,7 +123,7 @@ def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage comes back too."""
+    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage is restored too."""
 
     def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
         saved = _begin_set_(args, kwargs) if SWITCH.on else None
@@ -190,7 +190,7 @@ def safe_resize_(
     ``tensor``. On failure (storage that can't grow, out of memory, too many
     elements, a negative size, an unsupported memory format) the exception is
     torch's own and shape, stride, storage offset, storage, version counter and
-    every other alias of the storage are as they were.
+    every other alias of the storage are restored.
 
     Args:
         tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.

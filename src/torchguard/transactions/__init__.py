@@ -1,1 +1,1 @@
-"""A training step that fails leaves the training as it was."""
+"""A training step that fails is rolled back."""

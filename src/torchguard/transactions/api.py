@@ -1,4 +1,4 @@
-"""transaction(): a training step that fails leaves the training as it was."""
+"""transaction(): a training step that fails is rolled back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def transaction(
       dropped, the scaler is updated, and a note on the exception names the schedulers that have
       not stepped. Ctrl-C waits from the first step to the end of the block.
 
-    The exception goes on, the very object. ``step.run(loss_of, batch)`` does the whole step in the
+    The exception is raised. ``step.run(loss_of, batch)`` does the whole step in the
     right order: forward, backward, optimizers, scaler, schedulers, ``zero_grad``; your loop then
     steps no scheduler. ``step.committed`` says whether the last block's step counts,
     ``step.guarantee`` what holds for these optimizers, ``step.stats()`` what has happened so far.
@@ -217,7 +217,7 @@ def _refuse_model(model: nn.Module) -> None:
         if isinstance(module, kinds):
             raise TypeError(
                 f"transaction: {name or 'model'} is sharded by FSDP. When a rank fails, its peers "
-                "wait inside a collective that Python can't revoke, so no rank can be put back. "
+                "wait inside a collective that Python can't revoke, so no rank can be rolled back. "
                 "Save with checkpoint_folder(group=) every so many steps, compare copies with "
                 "replicas_agree, and load_sharded after a restart"
             )

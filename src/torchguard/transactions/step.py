@@ -158,7 +158,7 @@ class Transaction:
         """Yield what holds besides, each after a semicolon."""
         guarded = self._guarded
         if guarded.gate is not None:
-            yield "; a step that is not finite leaves parameters, state and buffers as they were"
+            yield "; a step that is not finite does not change parameters, state and buffers"
         if guarded.ranks is not None:
             yield "; on every rank, with run(): a step is taken on all of them or on none"
         if self.part_size is not None:

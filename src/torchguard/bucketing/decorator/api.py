@@ -179,7 +179,7 @@ def bucketed(function: Any = None, /, *positional: Any, **options: Any) -> Any: 
 
     Args:
         function: a function, a method, an ``nn.Module`` or what ``torch.compile`` made of one;
-            left out, a decorator is returned. A module comes back as a module that shares
+            left out, a decorator is returned. A module gives a module that shares
             everything with it: parameters, hooks, ``training``.
         dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``:
             ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,46 @@ QUANTIZES = """
 def test_quantization_replaces_what_it_replaces_without_the_guard() -> None:
     """It was imported before: what it binds under the guard is a replacement."""
     output_of(QUANTIZES)
+
+
+IMPORTED_UNDER_GUARDS = """
+    import contextlib, json, sys, torch
+    from torchguard import install
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = torch.mul(torch.add(self.linear(x), x), x)
+            return torch.matmul(torch.cat([y, y]), x.t()), torch.bmm(y[None], y[None].mT)
+
+    names = json.loads(sys.argv[1])
+    with install(*names, only_if_needed=False) if names else contextlib.nullcontext():
+        from torch.ao.quantization import default_qconfig, get_default_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+        torch.manual_seed(0)
+        x = torch.randn(2, 4)
+        mapping = get_default_qconfig_mapping().set_object_type(torch.matmul, None)
+        prepared = prepare_fx(Model().eval(), mapping, (x,))
+        prepared(x)
+        converted = convert_fx(prepared)
+        nodes = [(node.op, node.name) for node in converted.graph.nodes]
+        print("RESULT", json.dumps([nodes, [each.tolist() for each in converted(x)]]))
+"""
+
+
+def _quantized(*names: str) -> str:
+    return output_of(IMPORTED_UNDER_GUARDS, json.dumps(names)).partition("RESULT")[2]
+
+
+def test_quantization_imported_under_a_guard_converts_what_it_converts_without() -> None:
+    """What it binds at import, and what the program puts into a mapping, are replacements."""
+    expected = _quantized()
+    assert "dequantize" in expected
+    for names in (["out"], ["overlap"], ["checks"], ["out", "overlap", "checks"], ["all"]):
+        assert _quantized(*names) == expected, names
 
 
 LATER = """

@@ -7,7 +7,8 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -121,6 +122,53 @@ def remember_original(replacement: FunctionType, original: Any) -> None:
 def original_of(function: Any) -> Any:
     """Return torch's own function behind a replacement of ours; any other function itself."""
     return getattr(function, "_torchguard_original", function)
+
+
+def hold_originals(tables: Any, package: str) -> None:
+    """Let tables hold originals in place of replacements.
+
+    They may be nested, and lie in instances of the package's classes. All but tuples and frozen
+    sets are changed in place.
+    """
+    known: dict[int, Any] = {}
+
+    def held(value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            is_ours = value.__globals__.get("__name__", "").startswith("torchguard.")
+            return original_of(value) if is_ours else value
+        if isinstance(value, (dict, list, set, tuple, frozenset)):
+            if id(value) not in known:
+                known[id(value)] = value
+                old: list[Any] = list(
+                    chain.from_iterable(value.items()) if isinstance(value, dict) else value
+                )
+                new = list(map(held, old))
+                if not all(map(is_, new, old)):
+                    known[id(value)] = _refilled(value, new)
+            return known[id(value)]
+        if str(type(value).__module__).startswith(package) and not isinstance(
+            value, torch.nn.Module
+        ):
+            held(getattr(value, "__dict__", None))
+        return value
+
+    held(tables)
+
+
+def _refilled(table: Any, new: list[Any]) -> Any:
+    """Fill a table with these items, keys and values of a dictionary in turns."""
+    if isinstance(table, tuple):
+        return table._make(new) if hasattr(table, "_make") else tuple(new)
+    if isinstance(table, frozenset):
+        return frozenset(new)
+    table.clear()
+    if isinstance(table, list):
+        table.extend(new)
+    elif isinstance(table, set):
+        table.update(new)
+    else:
+        table.update(zip(new[::2], new[1::2], strict=True))
+    return table
 
 
 def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:

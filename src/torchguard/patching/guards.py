@@ -18,6 +18,7 @@ import torch
 from torchguard._torch import (
     DYNAMO,
     has_python_out,
+    hold_originals,
     is_wrapped_builtin,
     original_of,
     patch,
@@ -172,9 +173,17 @@ def _out_replacements() -> patch.Replacements:
 
 
 def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let FX quantization run with torch's own functions, which it looks for in a graph."""
+    """Let FX quantization run with PyTorch's own functions, which it looks for in a graph."""
 
     def with_originals(*args: Any, **kwargs: Any) -> Any:
+        with patch.lock:
+            tables = [
+                list(vars(module).values())
+                for name, module in list(sys.modules.items())
+                if name.startswith(_QUANTIZATION_PACKAGE)
+            ]
+            # The arguments too: the program makes its own tables, a QConfigMapping for example.
+            hold_originals([tables, args, kwargs], _QUANTIZATION_PACKAGE)
         with patch.originals_set_aside():
             return original(*args, **kwargs)
 
@@ -191,9 +200,10 @@ def _out_not_needed() -> str | None:
     return "an out= call that fails leaves its output as it was on this torch"
 
 
-# Its tables of patterns are filled when it runs, not when it is imported:
-# https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/pattern_utils.py
-_QUANTIZATION = "torch.ao.quantization.quantize_fx"
+# It fills some of its tables when it is imported, and others when it runs:
+# https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/_lower_to_native_backend.py
+_QUANTIZATION_PACKAGE = "torch.ao.quantization"
+_QUANTIZATION = f"{_QUANTIZATION_PACKAGE}.quantize_fx"
 _BY_IDENTITY: Mapping[str, patch.Replacements] = {
     _QUANTIZATION: {
         f"{_QUANTIZATION}.{name}": _with_originals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -176,6 +177,8 @@ def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let FX quantization run with PyTorch's own functions, which it looks for in a graph."""
 
     def with_originals(*args: Any, **kwargs: Any) -> Any:
+        # Preparing a model imports Dynamo, at which guards are tried: with their replacements.
+        importlib.import_module(DYNAMO)
         with patch.lock:
             tables = [
                 list(vars(module).values())

@@ -157,8 +157,8 @@ def test_a_package_that_is_imported_later() -> None:
         import safetensors.torch
         assert "save" in torchguard.installed()
         guarded = safetensors.torch.serialize_file
-        print(guarded.__module__, guarded.__code__.co_filename.split("/")[-1])
+        print(guarded.__module__, "torchguard" in guarded.__code__.co_filename)
         torchguard.uninstall()
         print(safetensors.torch.serialize_file is guarded)
     """
-    assert output_of(program).split()[1:] == ["saving.py", "False"]
+    assert output_of(program).split()[1:] == ["True", "False"]

@@ -328,6 +328,11 @@ def originals_set_aside() -> Iterator[None]:
                 _put_all_back()
 
 
+def is_set_aside() -> bool:
+    """Whether some thread is in :func:`originals_set_aside`."""
+    return _users_aside > 0
+
+
 @functools.cache
 def _prepare() -> None:
     """Once, before the first patch: fill torch's tables, and keep the lock whole over a fork."""

@@ -230,21 +230,19 @@ def installed() -> tuple[str, ...]:
 
 def enter(names: tuple[str, ...]) -> tuple[str, ...]:
     """Open a scope; return the guards that are on in it."""
-    with patch.lock:
-        held = _in_place.intersection(names)
-        if len(held) == len(names):
-            for name in held:
-                _scopes[name] += 1
-                GUARDS[name].on.on += 1
-            return names
-    missing = tuple(name for name in names if name not in held)
-    if not all(name in _left_out for name in missing):
+    while True:  # again if another thread has removed a guard meanwhile
+        with patch.lock:
+            held = tuple(name for name in names if name in _in_place)
+            missing = [name for name in names if name not in held and name not in _left_out]
+            if not missing:
+                for name in held:
+                    _scopes[name] += 1
+                    GUARDS[name].on.on += 1
+                return held
         _prepare_scope(missing)
-    found = tuple(name for name in names if name in _in_place)
-    return enter(found)
 
 
-def _prepare_scope(missing: tuple[str, ...]) -> None:
+def _prepare_scope(missing: Iterable[str]) -> None:
     """Put guards in place for a scope, and try those that are new."""
     _warn_if_newer()
     not_needed = _not_needed(missing)
@@ -253,10 +251,12 @@ def _prepare_scope(missing: tuple[str, ...]) -> None:
         _left_out.update(not_needed)
         reasons, new = _put_in_place([name for name in missing if name not in not_needed])
         for name in new:
+            _scopes[name] += 1  # so that no other thread removes it while it is tried
             GUARDS[name].on.on += 1
     reasons |= _try_new(new)
     with patch.lock:
         for name in new:
+            _scopes[name] -= 1
             GUARDS[name].on.on -= 1
         _left_out.update(reasons)
     _warn_of(reasons)
@@ -357,10 +357,16 @@ def _try(names: Iterable[str], tests: Mapping[str, SelfTest]) -> dict[str, str]:
     """Run the self-test of each guard; remove those that do not protect, and return why."""
     reasons: dict[str, str] = {}
     for name in names:
-        reason = _why_it_does_not_protect(name, tests)
-        if reason is not None:
-            reasons[name] = _of_this_torch(reason)
-            with patch.lock:
+        if _why_it_does_not_protect(name, tests) is None:
+            continue
+        with patch.lock:
+            # Other threads may have removed it, or set it aside, while it was tried. It is tried
+            # again while none of them can.
+            if name not in _in_place or patch.is_set_aside():
+                continue
+            reason = _why_it_does_not_protect(name, tests)
+            if reason is not None:
+                reasons[name] = _of_this_torch(reason)
                 _take_off(name, reasons[name])
     return reasons
 

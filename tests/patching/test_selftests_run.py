@@ -33,7 +33,7 @@ def test_a_guard_that_does_not_protect_is_skipped_with_a_warning(failing: list[s
     with pytest.warns(RuntimeWarning, match="'resize' is off.*resize_ is another one") as seen:
         installation = torchguard.install("resize", "out")
     with installation:
-        assert failing == ["resize", "out"]
+        assert failing == ["resize", "resize", "out"]  # what fails is tried once more
         assert installation.names == torchguard.installed() == ("out",)
         reason = f"torch {torch.__version__}: resize_ is another one"
         assert installation.skipped == {"resize": reason}

@@ -270,8 +270,13 @@ def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weigh
 
 
 @pytest.mark.parametrize(("fails", "files", "changes"), [(False, 13, 32), (True, 16, 100)])
-def test_the_walk_of_a_fused_step_does_not_grow(fails: bool, files: int, changes: int) -> None:
-    torchguard.uninstall()  # replacements that a scope of another test has left would be entered
+def test_the_walk_of_a_fused_step_does_not_grow(
+    fails: bool, files: int, changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What other tests of this process have left: replacements of a scope that has ended, and the
+    # note that an optimizer's step was compiled, after which parameters are copied at entry.
+    torchguard.uninstall()
+    monkeypatch.setattr("torchguard.transactions.block._compiled", False)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     step = torchguard.transaction(model, optimizer)

@@ -2,9 +2,9 @@
 
 Each version is a download of gigabytes, so this is not part of CI. What a session
 finds goes to ``.nox/results``; ``python docs/make_compatibility.py`` turns that into
-the table of ``docs/compatibility.md``. What does not depend on a version (``tests/repository``:
-pages, records, layout, package) is part of ``make test`` and left out here. Options after ``--``
-go to pytest: ``nox -s "matrix(torch-2.8.0)" -- -k resize``.
+the table of ``docs/project/compatibility.md``. What does not depend on a version
+(``tests/repository``: pages, records, layout, package) is part of ``make test`` and left out
+here. Options after ``--`` go to pytest: ``nox -s "matrix(torch-2.8.0)" -- -k resize``.
 """
 
 from pathlib import Path

@@ -26,7 +26,7 @@ python -m benchmarks run resize end_to_end --json benchmarks/records
 python -m benchmarks run transaction --help            what one of them takes
 python -m benchmarks gpu --minutes 9 --out DIR         every record that needs a GPU
 python -m benchmarks report DIR                        what gpu found -> records, then pages
-python -m benchmarks report                            records -> docs/benchmarks.md
+python -m benchmarks report                            records -> docs/project/benchmarks.md
 python -m benchmarks report --check                    exit status 1 if the page is out of date
 """
 
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     runs = commands.add_parser("run", help="run them, all or those that are named")
     runs.add_argument("names", nargs="*", metavar="NAME", help=", ".join(benchmarks()))
     runs.add_argument("options", nargs="*", metavar="--option", help="see run NAME --help")
-    reports = commands.add_parser("report", help="turn the records into docs/benchmarks.md")
+    reports = commands.add_parser("report", help="turn the records into docs/project/benchmarks.md")
     reports.add_argument(
         "results", nargs="?", type=Path, metavar="DIR", help="what gpu wrote: into records first"
     )

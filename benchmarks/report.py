@@ -1,4 +1,4 @@
-"""Writes ``docs/benchmarks.md`` and figures of other pages from the committed records.
+"""Writes ``docs/project/benchmarks.md`` and figures of other pages from the committed records.
 
 ``python -m benchmarks report`` writes; ``--check`` says what is out of date.
 """
@@ -19,7 +19,7 @@ from benchmarks.stream import records_of
 from benchmarks.tables import Table, described, markdown, of_device
 
 RECORDS = ROOT / "benchmarks" / "records"
-PAGE = Path("docs", "benchmarks.md")
+PAGE = Path("docs", "project", "benchmarks.md")
 MISSING = {"cpu": "no record yet", "cuda": "not measured on a GPU yet"}
 
 _HEAD = """\
@@ -153,9 +153,9 @@ def _as_a_section(record: Record) -> str:
 
 FIGURES = (
     ("README.md", "whole steps", "end_to_end"),
-    ("docs/guards.md", "costs", "resize"),
-    ("docs/verified.md", "costs", "verified"),
-    ("docs/bucketed.md", "stream", "buckets"),
+    ("docs/process/resize.md", "costs", "resize"),
+    ("docs/compile/verified.md", "costs", "verified"),
+    ("docs/compile/bucketed.md", "stream", "buckets"),
 )
 """A page, the mark in it, and the benchmark whose newest record of a CPU is shown there."""
 

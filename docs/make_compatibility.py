@@ -1,4 +1,4 @@
-"""Writes the table of ``docs/compatibility.md`` from what nox has found.
+"""Writes the table of ``docs/project/compatibility.md`` from what nox has found.
 
 A session of ``nox -s matrix`` leaves ``torch-2.8.0.json`` (the doctor) and ``torch-2.8.0.xml`` (the
 tests) in ``.nox/results``, one of ``nox -s pythons`` ``python-3.13.json`` and its ``.xml``. The
@@ -18,7 +18,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / ".nox" / "results"
-PAGE = DOCS / "compatibility.md"
+PAGE = DOCS / "project" / "compatibility.md"
 
 # What is between these lines is replaced; the rest of the page is written by hand.
 BEGIN = "<!-- begin: written by docs/make_compatibility.py -->"

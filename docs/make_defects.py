@@ -1,7 +1,7 @@
-"""Writes ``docs/defects.md``: a section for each defect of the catalog, with what the matrix saw.
+"""Writes ``docs/reference/defects.md``: a section for each defect of the catalog.
 
-``python docs/make_defects.py`` after the catalog or ``docs/compatibility.md`` has changed; a test
-compares the page with what this writes.
+``python docs/make_defects.py`` after the catalog or ``docs/project/compatibility.md`` has
+changed; a test compares the page with this.
 """  # noqa: INP001
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchguard.cli.doctor import guards_as_code
 from torchguard.defects.catalog import Defect, built_in
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "defects.md"
+PAGE = DOCS / "reference" / "defects.md"
 
 _FAMILIES = {
     "memory": "Tensors, files and training steps",
@@ -30,14 +30,15 @@ _INTRODUCTION = """\
 
 Each section names what you see, the torch releases on which the probe saw it, what helps in PyTorch
 alone, and the guard that closes it. `python -m torchguard doctor --only NAME` tries one on your
-torch. The words in the tables are those of [compatibility](compatibility.md): `-` absent, `closed`
-live and closed by its guard, `detected` live and found after it has happened, `no guard` live.
+torch. The words in the tables are those of [compatibility](../project/compatibility.md): `-`
+absent, `closed` live and closed by its guard, `detected` live and found after it has happened,
+`no guard` live.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    versions, seen = statuses((DOCS / "compatibility.md").read_text(encoding="utf-8"))
+    versions, seen = statuses((DOCS / "project" / "compatibility.md").read_text(encoding="utf-8"))
     rows = [row for row in built_in() if isinstance(row, Defect)]
     parts = [_INTRODUCTION]
     for family, title in _FAMILIES.items():
@@ -63,7 +64,7 @@ def statuses(compatibility: str) -> tuple[list[str], Mapping[str, list[str]]]:
     ]
     header = next((cells for cells in rows if any(c.startswith("torch 2") for c in cells)), None)
     if header is None:
-        raise ValueError("docs/compatibility.md has no table with columns `torch 2...`")
+        raise ValueError("docs/project/compatibility.md has no table with columns `torch 2...`")
     columns = [place for place, cell in enumerate(header) if cell.startswith("torch 2")]
     found = {
         cells[0].strip("`"): [cells[place] for place in columns]

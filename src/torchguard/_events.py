@@ -34,7 +34,7 @@ Kind = Literal[
     "training_setup",
     "guard_skipped",
 ]
-"""What a guard can have done; the page ``docs/events.md`` says what each means."""
+"""What a guard can have done; the page ``docs/reference/events.md`` says what each means."""
 
 logger = logging.getLogger("torchguard")
 

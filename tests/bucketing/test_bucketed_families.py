@@ -1,4 +1,4 @@
-"""The table of docs/bucketed.md, "What each family of models needs": each row runs."""
+"""The table of docs/compile/bucketed.md, "What each family of models needs": each row runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchguard import Buckets, bucketed
 
 pytestmark = pytest.mark.slow
 
-_PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "bucketed.md"
+_PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "compile" / "bucketed.md"
 _ROWS = re.findall(
     r"^\| [^|`]*: `(\w+)` \| `(dims=.*?)`[^`]*(?:`\w+`[^|]*)?\|$", _PAGE.read_text(), re.MULTILINE
 )

@@ -1,4 +1,4 @@
-"""BucketBatchSampler in the loops of trainers, as docs/batches.md shows them."""
+"""BucketBatchSampler in the loops of trainers, as docs/compile/batches.md shows them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from support.document import blocks
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "training"
 PAGE = DOCS / "ranks.md"
 LOOPS = {
     each.kind: each.code

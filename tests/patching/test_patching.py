@@ -134,7 +134,7 @@ class Dispatching(torch.Tensor):
 
 
 def table_of_originals() -> dict[Any, str]:
-    """What docs/patching.md tells those to write who look functions up by identity."""
+    """What docs/process/patching.md tells those to write who look functions up by identity."""
     names = "add", "norm", "nn.functional.gelu", "Tensor.resize_", "nn.functional.normalize"
     table = {patch.original(f"torch.{name}"): name.rpartition(".")[2] for name in names}
     return table | {patch.original("torch.resize_as_"): "torch.resize_as_"}

@@ -85,7 +85,7 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
-    """The directions of docs/design.md."""
+    """The directions of docs/project/design.md."""
     wrong = {
         path: _imported(tree) - {_room(path)} - MAY_IMPORT[_room(path)]
         for path, tree in TREES.items()

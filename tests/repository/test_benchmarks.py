@@ -38,7 +38,7 @@ def test_every_benchmark_runs_and_its_record_becomes_a_part_of_the_page(tmp_path
         assert str(ROOT) not in json.dumps(record)
         path.write_text(json.dumps({**record, "quick": False}), encoding="utf-8")
     assert report.main(tmp_path, tmp_path) == 0
-    page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = (tmp_path / "docs" / "project" / "benchmarks.md").read_text(encoding="utf-8")
     assert "no record yet" not in page
     assert page.count("[Record](") == len(written)
 

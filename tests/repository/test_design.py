@@ -1,4 +1,4 @@
-"""docs/design.md: its tree is the tree, its walks are those that calls take, and none is longer."""
+"""design.md: its tree is the tree, its walks are those that calls take, and none is longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 import torchguard
 from support.walk import PACKAGE, bucketed, verified, walked, walks
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "design.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "project" / "design.md").read_text(encoding="utf-8")
 counted = functools.lru_cache(walks)
 
 # Files and changes of file, the most of torch 2.8 to 2.15.

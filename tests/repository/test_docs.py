@@ -24,9 +24,10 @@ import torch
 import torchguard
 from support.document import blocks, faults
 from torchguard.__main__ import main
+from torchguard.patching.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 REPOSITORY = re.findall(
     r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
 )[0]
@@ -200,10 +201,10 @@ def test_links() -> None:
     """Every link leads to a file and a heading; a broken one is found."""
     for page in PAGES:
         assert _broken_links(page, page.read_text(encoding="utf-8")) == [], page
-    text = "[a](docs/none.md) ![b](none.png) [c](docs/why.md#none) [d](docs/why.md) [e](#try-it)"
-    text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/why.md#none) [h]({FILES}docs/why.md)"
-    wrong = ["docs/none.md", "none.png", "docs/why.md#none"]
-    wrong += [f"{FILES}docs/none.md", f"{FILES}docs/why.md#none"]
+    text = "[a](docs/none.md) ![b](none.png) [c](docs/faq.md#none) [d](docs/faq.md) [e](#try-it)"
+    text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/faq.md#none) [h]({FILES}docs/faq.md)"
+    wrong = ["docs/none.md", "none.png", "docs/faq.md#none"]
+    wrong += [f"{FILES}docs/none.md", f"{FILES}docs/faq.md#none"]
     assert _broken_links(ROOT / "README.md", text) == wrong
 
 
@@ -253,7 +254,7 @@ def test_docstrings() -> None:
 
 def test_public_names() -> None:
     """Every public name is on a page besides the reference."""
-    pages = [page for page in PAGES if page.name != "reference.md"]  # which has all of them
+    pages = [page for page in PAGES if page.name != "api.md"]  # which has all of them
     page = "".join(each.read_text(encoding="utf-8") for each in pages)
     functions = [name for name in torchguard.__all__ if not name.startswith("_")]
     assert [name for name in functions if not re.search(rf"\b{name}\b", page)] == []
@@ -261,10 +262,13 @@ def test_public_names() -> None:
 
 def test_reference() -> None:
     """The reference has every public name, and no other."""
-    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    pages = [ROOT / "docs" / "reference" / name for name in ("api.md", "errors.md")]
+    page = "".join(each.read_text(encoding="utf-8") for each in pages)
     listed = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE)
     returned = {name for names in torchguard._RETURNED.values() for name in names}  # type: ignore[attr-defined]
-    errors = {f"errors.{name}" for name in vars(torchguard.errors) if name.endswith("Error")}
+    errors = {
+        f"errors.{name}" for name in vars(torchguard.errors) if name.endswith(("Error", "Warning"))
+    }
     names = {path.removeprefix("torchguard.") for path in listed}
     assert len(names) == len(listed)
     assert {*torchguard.__all__} - names == {"__version__"}
@@ -276,8 +280,16 @@ def test_page_of_defects() -> None:
     """It is what the catalog and the compatibility page say, for each torch of the matrix."""
     program = ROOT / "docs" / "make_defects.py"
     made = runpy.run_path(str(program))
-    page = (ROOT / "docs" / "defects.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "defects.md").read_text(encoding="utf-8")
     assert page == made["page"](), "run python docs/make_defects.py"
     assert page.count("| 2.6.0 | ") > 50
     with pytest.raises(ValueError, match="no table"):
         made["statuses"]("# Compatibility")
+
+
+def test_table_of_guards() -> None:
+    """It says what the docstring of install says, of each guard."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_guards.py"))
+    page = (ROOT / "docs" / "process" / "patching.md").read_text(encoding="utf-8")
+    assert page == made["page"](), "run python docs/make_guards.py"
+    assert all(f'[`"{name}"`]' in page for name in GUARDS)

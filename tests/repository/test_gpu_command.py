@@ -182,6 +182,6 @@ def test_what_the_command_finds_becomes_records_and_pages(tmp_path: Path) -> Non
     written = report.take_in(taken, tmp_path / "records")
     assert {path.name[11:] for path in written} == {"cuda_tests-cuda.json", "assign-cuda.json"}
     assert report.main(tmp_path / "records", tmp_path) == 0
-    page = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    page = (tmp_path / "docs" / "project" / "benchmarks.md").read_text(encoding="utf-8")
     machine = "on NVIDIA H100 (CUDA None, driver 580.1, SMs at 1980 MHz) and 1 cores of an a CPU"
     assert page.count(machine) == len(written)

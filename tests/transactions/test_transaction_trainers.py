@@ -1,4 +1,4 @@
-"""transaction() in the loops of trainers, as docs/trainers.md shows them."""
+"""transaction() in the loops of trainers, as docs/training/trainers.md shows them."""
 
 from __future__ import annotations
 

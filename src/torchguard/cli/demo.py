@@ -26,19 +26,19 @@ class _Act(NamedTuple):
 _ACTS = (
     _Act("resize", "a resize that fails",
          "t = torch.from_numpy(np.zeros(4, np.float32)); t.resize_(5, 5)  # raises",
-         'torchguard.install("resize")', "guards.md"),
+         'torchguard.install("resize")', "process/resize.md"),
     _Act("overlap", "an operation that reads what it writes",
          "x = torch.tensor([[1., 2., 3.], [4., 5., 6.]]); x -= x[:, :1]",
-         'torchguard.install("overlap")', "guards.md"),
+         'torchguard.install("overlap")', "process/overlap.md"),
     _Act("compiled", "a function that is compiled wrong",
          "counts[0] = 1; before = counts.clone(); counts[1] = 2; return before",
-         "torchguard.verified()", "verified.md"),
+         "torchguard.verified()", "compile/verified.md"),
     _Act("training", "training steps that run out of memory and are run again",
          "for step 5, 17, 29, 41 and 53, in the middle of its gradients",
-         "torchguard.transaction(model, optimizer)", "transaction.md"),
+         "torchguard.transaction(model, optimizer)", "training/transaction.md"),
     _Act("save", "a kill in the middle of a save",
          "torch.save(step_2, path)  # over step 1",
-         "torchguard.save(step_2, path)", "checkpoints.md"),
+         "torchguard.save(step_2, path)", "training/checkpoints.md"),
 )  # fmt: skip
 
 

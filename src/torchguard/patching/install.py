@@ -101,45 +101,40 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     installation of it has ended. For a block of code see :func:`guarded`.
 
     Guards:
-        ``"resize"`` (the default): ``Tensor.resize_``, ``Tensor.resize_as_``, ``Tensor.set_``,
-        ``Tensor.resize_as_sparse_`` and the other functions that change a shape leave the tensor
-        unchanged if they fail, as ``safe_resize_`` does.
-        ``"out"``: so do the operators with ``out=`` of ``torch``, ``torch.linalg``,
-        ``torch.special``, ``torch.fft`` and ``torch.nn.functional`` with their output.
-        ``"overlap"``: an operation that reads what it writes (``x -= x[:, :1]``) computes as if its
-        operands were copied first, and warns once per line (``OverlapWarning``).
-        ``"setitem"``: in code compiled from then on, ``requires_grad`` is right after
-        ``x[i] = v`` (and any other write in place), for ``x`` and whatever shares
-        its memory, and a custom autograd function that reads it has its backward.
-        ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
-        ``select_scatter`` and ``diagonal_scatter`` have the gradient they have in eager.
-        ``"verified"``: ``torch.compile`` checks every graph that inductor compiles against
-        eager before it is trusted, as ``verified()`` does.
-        ``"save"``: ``torch.save``, safetensors' ``save_file`` and ``save_model``, and what writes
-        through fsspec, as Lightning does, replace a file whole or not at all, as ``save()`` does.
-        ``dcp.save`` onto a link of ``checkpoint_folder`` replaces it whole, and onto any other
-        checkpoint raises.
-        ``"load"``: ``torch.load`` says what is wrong with a file, as ``load()`` does, and
-        ``load_state_dict`` of modules and optimizers loads whole or not at all. Tied parameters
-        stay tied, in ``Module.to_empty`` too. ``dcp.load`` compares first, as ``load_sharded``.
+        ``"resize"``: ``resize_``, ``set_`` and the other functions that change a shape leave the
+        tensor unchanged if they fail, as ``safe_resize_`` does. This is the default.
+        ``"out"``: a call with ``out=`` that fails leaves its output unchanged.
+        ``"overlap"``: an operation that reads memory it writes (``x -= x[:, :1]``) computes as if
+        its operands were copied first, and warns once per line (``OverlapWarning``).
+        ``"checks"``: an index, a label, a divisor or a probability that is out of range raises, in
+        eager and in compiled code.
         ``"recompute"``: a block under ``torch.utils.checkpoint`` runs in backward as it ran the
-        first time, as :func:`safe_checkpoint` says, whoever has imported ``checkpoint`` before.
-        ``"checks"``: an index, a label, a divisor or a probability that is out of range raises,
-        in eager and in compiled code. On a CPU it raises before the call; on a GPU when a value
-        is read, before ``optimizer.step()``, and at the end of a scope.
-        ``"numpy"``: a tensor never writes to a read-only array or buffer, ``frombuffer`` keeps
-        its buffer open, and memory that ``t.numpy()`` looks at is not moved away under it.
+        first time, as ``safe_checkpoint`` does.
+        ``"numpy"``: a tensor never writes to a read-only array, and memory that is shared with
+        ``t.numpy()`` or ``frombuffer`` is not freed while it is in use.
+        ``"save"``: ``torch.save``, safetensors, Lightning and ``dcp.save`` replace a file
+        atomically, as ``save`` does.
+        ``"load"``: ``load_state_dict`` and ``dcp.load`` load everything or nothing, ``torch.load``
+        says what is wrong with a file, and tied parameters stay tied.
+        ``"verified"``: ``torch.compile`` checks each graph that inductor compiles against eager, as
+        ``verified`` does.
+        ``"setitem"``: in code compiled from then on, a tensor that is written in place
+        (``x[i] = v``) has the right ``requires_grad``, and so have its views.
+        ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
+        ``select_scatter`` and ``diagonal_scatter`` have the gradient of eager.
         ``"all"``: each of these.
 
-    ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo. While nothing has imported
-    that, they wait for it, and count as installed; ``"slice_scatter"`` is tried then,
-    and may move to ``.skipped``. What was compiled before stays as it is: install
-    first, or call ``torch.compiler.reset()``.
+    ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo when the program imports it,
+    and count as installed until then. ``"slice_scatter"`` is tried at that time, and may move to
+    ``.skipped``. Code that is compiled already does not change: install first, or call
+    ``torch.compiler.reset()``.
 
-    Each guard is tried once it is in place. One that does not protect is removed again, with a
-    warning, and ``.skipped`` says why; the others stay. What a guard does in compiled code is tried
-    when the program calls ``torch.compile`` for the first time. If PyTorch is newer than the
-    versions that torchguard is tested with, a warning says so once.
+    Each guard is tried after it was installed. A guard that does not protect is removed with a
+    warning, ``.skipped`` says why, and the others stay. Its effect on compiled code is tried when
+    the program first calls ``torch.compile``. If PyTorch is newer than the versions that
+    torchguard is tested with, a warning says so once.
+
+    Cost: microseconds for each call of a replaced function, and nothing for others.
 
     Args:
         *names: which guards; none for ``"resize"``.

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchguard
 from support.small_training import bits, everything
@@ -191,6 +192,80 @@ def test_a_generator_of_numpy_that_was_exchanged_is_saved(tmp_path: Path) -> Non
         assert np.random.rand() == drawn  # noqa: NPY002
     finally:
         of_numpy.set_bit_generator(before)
+
+
+# ---- a position in the data ----
+
+
+def of_buckets(items: list[torch.Tensor]) -> torchguard.BucketBatchSampler:
+    lengths = [1 + 7 * number % 20 for number in range(len(items))]
+    return torchguard.BucketBatchSampler(lengths, [5, 10, 20], batch_size=4)
+
+
+def step_over(
+    items: list[torch.Tensor], workers: int
+) -> tuple[Any, DataLoader[Any], Callable[[torch.Tensor], torch.Tensor]]:
+    sampler, model = of_buckets(items), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    step = torchguard.transaction(model, optimizer, also=sampler)
+    own = torch.Generator()  # else a loader draws a seed from PyTorch's when a pass begins
+    data: Any = items
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_sampler=sampler, num_workers=workers, generator=own
+    )
+    return step, loader, lambda x: model(x).square().mean()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [4, 15, 19])
+def test_a_sampler_of_buckets_goes_on_in_the_middle_of_an_epoch(workers: int, stop: int) -> None:
+    """Whatever workers have fetched ahead, and though steps were rolled back before and after."""
+    items = list(torch.arange(60.0).view(60, 1))
+    sampler = of_buckets(items)
+    expected = [*sampler, *sampler]  # two epochs, in two orders
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+    def train(step: Any, loader: Any, loss_of: Any, last: int) -> list[list[int]]:
+        seen: list[list[int]] = []
+        while True:
+            for x in loader:
+                if len(seen) % 3 == 2:
+                    with pytest.raises(ArithmeticError):
+                        step.run(fail, x)
+                step.run(loss_of, x)
+                seen.append(x.flatten().int().tolist())
+                if step.stats().commits == last:
+                    return seen
+
+    step, loader, loss_of = step_over(items, workers)
+    assert train(step, loader, loss_of, stop) == expected[:stop]
+    state = copy.deepcopy(step.state_dict())
+    assert state["also"]["0"]["steps"] == (stop if stop <= 15 else stop - 15)
+    step, loader, loss_of = step_over(items, workers)
+    step.load_state_dict(state)
+    assert train(step, loader, loss_of, 30) == expected[stop:]
+
+
+def test_a_rollback_loads_what_the_block_has_changed_and_nothing_else() -> None:
+    class Holder(Position):
+        loads = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"number": [self.number, torch.ones(2) * self.number]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loads += 1
+            self.number = state["number"][0]
+
+    holder, model = Holder(), nn.Linear(1, 1)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters()), also=holder)
+    for change in (0, 1):
+        with pytest.raises(ArithmeticError), step:
+            holder.number += change
+            raise ArithmeticError
+        assert (holder.number, holder.loads) == (0, change)
 
 
 # ---- step.run(parts=, metric=) ----

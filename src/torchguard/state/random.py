@@ -47,12 +47,19 @@ class RNGState(NamedTuple):
 
 
 def same_state(now: Any, before: Any) -> bool:
-    """Whether two states of one generator are the same."""
+    """Whether two states are the same: of a generator, or what a ``state_dict()`` returned."""
+    if type(now) is not type(before):
+        return False
     if isinstance(now, dict):  # numpy's
-        return all(same_state(value, before[name]) for name, value in now.items())
+        same_keys = now.keys() == before.keys()
+        return same_keys and all(same_state(value, before[key]) for key, value in now.items())
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(same_state, now, before))
     if isinstance(now, np.ndarray):
         return bool(now.tobytes() == before.tobytes())
-    return torch.equal(now, before) if isinstance(now, torch.Tensor) else bool(now == before)
+    if isinstance(now, torch.Tensor):  # comparing a DTensor communicates, one on a GPU waits
+        return type(now) is torch.Tensor and now.is_cpu and torch.equal(now, before)
+    return bool(now == before)
 
 
 def access_of(generator: Any) -> Access:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from torchguard._torch.optimizers import (
 from torchguard.state.containers import Containers, copy_of_tree, restore_container
 from torchguard.state.modules import Modules
 from torchguard.state.optimizers import OptimizerSnapshot, has_state, state_tensors
-from torchguard.state.random import RNGState
+from torchguard.state.random import RNGState, same_state
 from torchguard.state.tensors import (
     Elements,
     Gradients,
@@ -260,5 +261,13 @@ def _undos_of(items: Sequence[Any]) -> list[Callable[[], Any]]:
             undos.append(partial(each.set_state, each.get_state()))
         else:
             state = call_unseen(copy_of_tree, each.state_dict())
-            undos.append(partial(each.load_state_dict, state))
+            undos.append(partial(_load_if_changed, each, state))
     return [Elements(tensors).restore, *undos] if tensors else undos
+
+
+def _load_if_changed(item: Any, before: Any) -> None:
+    """Load a state, unless the item has it: a sampler begins its next pass where it is loaded."""
+    with contextlib.suppress(Exception):  # what can't be compared is loaded
+        if call_unseen(same_state, item.state_dict(), before):
+            return
+    item.load_state_dict(before)

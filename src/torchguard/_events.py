@@ -1,4 +1,4 @@
-"""What the guards did: counts by kind and place, and the records of the logger ``torchguard``.
+"""What the guards did, and at which line of your program: counts, log records, warnings.
 
 Nothing here runs while nothing fails. The module is not called ``events`` because importing it
 would hide the function of that name at the front door.
@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Literal
 
+import torch
+
 from torchguard._public import public
-from torchguard._torch import frame_of_user
 
 Kind = Literal[
     "rolled_back",
@@ -183,3 +189,49 @@ def summary() -> str:
         + (f" ({event.where})" if event.where else "")
         for event in events()
     )
+
+
+# ---- the line of your program ----
+
+
+_INTERNAL_FOLDERS = tuple(
+    str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)
+)
+# What a user types has no file either: in a console, behind -c, in IPython, in a doctest.
+_TYPED = ("<stdin", "<string>", "<console>", "<python-input", "<ipython-input", "<doctest ")
+
+
+def frame_of_user(frame: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame, from this one out, that is neither of torch nor of torchguard."""
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_internal(file: str) -> bool:
+    """Whether a file is one of torch or torchguard, or code that one of them has generated."""
+    made = file.startswith("<") and not file.startswith(_TYPED)
+    return made or file.startswith(_INTERNAL_FOLDERS)
+
+
+def user_line() -> str:
+    """Return the line of that frame: ``model.py:130``."""
+    frame = frame_of_user()
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def user_line_of(stack_trace: str | None) -> str:
+    """Return that line for a node of a graph, whose stack is kept as a text."""
+    for file, line in reversed(re.findall(r'File "(.+)", line (\d+)', stack_trace or "")):
+        if not _is_internal(file):
+            return f"{Path(file).name}:{line}"
+    return ""
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line that is neither of torch nor of torchguard."""
+    frame, level = sys._getframe(1), 2
+    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

@@ -7,6 +7,8 @@ All of them are here; those that programs catch are at the front door too, as
 ``torchguard.DamagedFileError``.
 """
 
+import torch
+
 from torchguard._public import public
 
 
@@ -108,3 +110,17 @@ class ValueOutOfRangeError(TorchGuardError, ValueError, RuntimeError):
 
 class ZeroDivisorError(TorchGuardError, ZeroDivisionError, RuntimeError):
     """Raised by ``checked`` where integers are divided by zero."""
+
+
+# ---- out of memory ----
+
+
+# In a RuntimeError of PyTorch's CPU allocator, and of cuBLAS.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: torch's, Python's, or that of a library."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    )

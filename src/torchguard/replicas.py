@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torchguard import _pytree
 from torchguard._events import record
 from torchguard._public import public
+from torchguard._torch import compiler_of
 from torchguard.errors import ReplicasDisagreeError
 from torchguard.training_setup import warn_of_parameters
 
@@ -96,10 +97,14 @@ def replicas_agree(
 
 def _unwrapped(model: Any) -> nn.Module:
     """Return the module inside of DistributedDataParallel and of ``torch.compile``."""
-    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
-        is_ddp = isinstance(model, DistributedDataParallel)
-        model = model.module if is_ddp else model._orig_mod
-    return model  # type: ignore[no-any-return]
+    while True:
+        compiled = compiler_of(model)
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif compiled is not None:
+            model, _ = compiled
+        else:
+            return model  # type: ignore[no-any-return]
 
 
 class Replicas:

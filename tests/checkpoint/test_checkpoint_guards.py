@@ -54,7 +54,7 @@ def test_what_a_subclass_overrides_goes_on_working() -> None:
 
 def test_a_load_under_guards_does_not_slow_later_ones() -> None:
     """Which loader a class has is remembered; a guard in its place is not one of the class."""
-    from torchguard._torch.tensors import tensors_loaded_by_copies  # noqa: PLC0415
+    from torchguard._torch.eager import tensors_loaded_by_copies  # noqa: PLC0415
 
     class Own(torch.nn.Linear):
         pass

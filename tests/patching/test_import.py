@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,9 +187,13 @@ def _is_private(path: str) -> bool:
 
 
 def private_attributes(source: str) -> set[str]:
-    """Private names asked of any object but ``self``: ``schema._schema``, ``tensor._version``."""
+    """Private names asked of any object but ``self``: ``schema._schema``, ``"_comm_hooks"``."""
     own, asked = set(), set()
-    for node in ast.walk(ast.parse(source)):
+    nodes = list(ast.walk(ast.parse(source)))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if id(node) in parts:
+            continue
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             own.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -197,6 +202,8 @@ def private_attributes(source: str) -> set[str]:
             own.add(node.attr)
         elif isinstance(node, ast.Attribute) and _path(node.value) not in {"self", "sys", "os"}:
             asked |= {node.attr} if _is_private(node.attr) else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            asked |= {node.value} if re.fullmatch(r"_[a-z]\w*", node.value) else set()
     return asked - own
 
 
@@ -205,7 +212,12 @@ def test_only_one_folder_uses_what_is_private_to_torch() -> None:
         torch, torch.Tensor, torch.ops.aten.add, torch.ops.aten.add.Tensor,
         torch.ops.aten.add.Tensor._schema, torch.UntypedStorage, torch.autograd,
     )  # fmt: skip
+    objects += torch.nn.Linear(1, 1), torch.nn.modules.batchnorm, torch.storage.TypedStorage
+    objects += torch.optim.SGD([torch.ones(1)], 0.1), torch.amp.GradScaler("cpu"), torch.fx.Graph()
     torchs = {name for each in objects for name in dir(each) if _is_private(name)}
+    # What PyTorch gives to its objects later.
+    torchs |= {"_orig_mod", "_comm_hooks", "_in_backward_optimizers", "_dynamo_source"}
+    torchs |= {"_enter_autocast", "_num_yielded"}
     found = {}
     for path in SOURCES.rglob("*.py"):
         # Probes of the catalog reproduce defects with whatever shows them.

@@ -27,7 +27,7 @@ AT_MOST = {
 }
 # torch 2.6 has no function in C that says whether saved-tensors hooks are on: each isolated run
 # goes to this one and comes back.
-FALLBACK = "_torch/tensors.py:_saved_tensors_hooks_cannot_be_disabled"
+FALLBACK = "_torch/eager.py:_saved_tensors_hooks_cannot_be_disabled"
 # Dynamo of torch 2.15 compares the backend of a call with those of its graphs, in a row.
 COMPARED = "verification/backend.py:__eq__"
 

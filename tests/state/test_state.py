@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchguard._torch import extent
 from torchguard.state.containers import Containers, children, copy_of_tree, tensors_in, walk
 from torchguard.state.modes import ThreadModes
 from torchguard.state.modules import Modules
 from torchguard.state.optimizers import OptimizerSnapshot, state_tensors
 from torchguard.state.random import RNGState, access_of, generators_among
-from torchguard.state.tensors import Elements, Gradients, Metadata
+from torchguard.state.tensors import Elements, Gradients, Metadata, extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,6 @@ and that nothing private is used anywhere else.
 # ruff: noqa: F403  what a module offers has no underscore
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
-from torchguard._torch.loader import *
-from torchguard._torch.modes import *
+from torchguard._torch.eager import *
 from torchguard._torch.schemas import *
 from torchguard._torch.symbolic_shapes import *
-from torchguard._torch.tensors import *

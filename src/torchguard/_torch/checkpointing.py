@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Generator
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from torchguard._pytree import names_in, reachable
 
 _MODULE = "torch.utils.checkpoint"
 _has_impl = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
@@ -56,26 +53,6 @@ def segment_of(function: Any) -> list[Any] | None:
     return list(cells["functions"])[cells["start"] : cells["end"] + 1]
 
 
-# The operator saves its noise before it has drawn it, and the early stop comes in between:
-# https://github.com/pytorch/pytorch/issues/193671
-_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
-
-
-def names_rrelu(value: Any) -> bool:
-    """Whether a value is one of the functions above, or a function that calls one."""
-    if not isinstance(value, FunctionType):
-        return getattr(value, "__name__", None) in _RRELU
-    return not _RRELU.isdisjoint(names_in(value.__code__))
-
-
-@functools.lru_cache(maxsize=4096)
-def calls_rrelu(kind: Any) -> bool:
-    """Whether a method of a class calls rrelu."""
-    # Or a function of the same module that a method calls does.
-    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
-    return any(map(names_rrelu, reachable(None, functions)))
-
-
 def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
     """Switch the early stop off for the block whose generator is suspended in its first run."""
     frame = getattr(generator, "gi_frame", None)
@@ -88,21 +65,3 @@ def generator_of_caller(depth: int) -> Generator[Any, Any, Any] | None:
     """Return the generator of the ``checkpoint`` call ``depth`` frames above the caller."""
     found = sys._getframe(depth + 1).f_locals.get("gen")
     return found if isinstance(found, Generator) else None
-
-
-class RefuseToUse(TorchDispatchMode):
-    """A scope that calls ``refuse(tensor)`` before an operator takes one of these tensors."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tensors: dict[int, Any], refuse: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors, self._refuse = tensors, refuse
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for each in (*args, *kwargs.values()):
-            for value in each if isinstance(each, (list, tuple)) else (each,):
-                if id(value) in self._tensors:
-                    self._refuse(value)
-        return func(*args, **kwargs)

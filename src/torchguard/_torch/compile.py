@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchguard._torch.tensors import private
+from torchguard._torch.schemas import private
 
 
 def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
@@ -32,11 +32,30 @@ def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
     return original, settings
 
 
+COMPILED_IN_PLACE = "_compiled_call_impl"
+"""Where ``module.compile()`` puts the call that it makes."""
+
+
+def compiled_in_place(module: Any) -> Any:
+    """Return the call that ``module.compile()`` has made; None if it was not called."""
+    return getattr(module, COMPILED_IN_PLACE, None)
+
+
+def forget_compiled_in_place(module: torch.nn.Module) -> None:
+    """Let a module be called uncompiled again."""
+    object.__setattr__(module, COMPILED_IN_PLACE, None)
+
+
+def enters_autocast(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph is the beginning of an autocast scope."""
+    return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
 def compiled_call(given: Any) -> Any:
     """Return what ``torch.compile`` has made: this, or the call of a module compiled in place."""
     if hasattr(given, "get_compiler_config"):
         return given
-    return vars(given).get("_compiled_call_impl") if isinstance(given, torch.nn.Module) else None
+    return compiled_in_place(given) if isinstance(given, torch.nn.Module) else None
 
 
 def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What Dynamo and TorchScript make of a function, and which line of the user's has called it."""
+"""What Dynamo and TorchScript make of a function."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import functools
 import importlib
 import os
-import re
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinMethodType, CodeType, FrameType, ModuleType
+from types import BuiltinMethodType, CodeType, ModuleType
 from typing import Any
 
 import torch
 import wrapt
 
-from torchguard._torch.tensors import private
+from torchguard._events import frame_of_user
+from torchguard._torch.schemas import private
 
 DYNAMO = "torch._dynamo"
 
@@ -86,9 +86,12 @@ def rebuild_dynamo_tables() -> None:
         _put_in_tables(replacement, original)
 
 
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+
+
 def _is_ours(function: object) -> bool:
     code = getattr(function, "__code__", None)
-    return isinstance(code, CodeType) and code.co_filename.startswith(_INTERNAL_FOLDERS[1])
+    return isinstance(code, CodeType) and code.co_filename.startswith(_PACKAGE)
 
 
 _originals: dict[Any, Any] = {}  # by replacement
@@ -409,50 +412,17 @@ def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> I
                 context.tensor_to_context.pop(value, None)
 
 
-# ---- warn at a line of the user's ----
-
-
-_INTERNAL_FOLDERS = tuple(
-    str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)
-)
 # The frames of every call into compiled code have one of this file among them. Where torch renames
 # it, the warning is at the innermost line of the user's, which is in the compiled function.
-_DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
-
-
-def user_line() -> str:
-    """Return the innermost line that is neither of torch nor of torchguard: ``model.py:130``."""
-    frame = frame_of_user()
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def user_line_of(stack_trace: str | None) -> str:
-    """Return that line for a node of a graph, whose stack is kept as a text."""
-    for file, line in reversed(re.findall(r'File "(.+)", line (\d+)', stack_trace or "")):
-        if not _is_internal(file):
-            return f"{Path(file).name}:{line}"
-    return ""
-
-
-def frame_of_user() -> FrameType | None:
-    """Return the innermost frame that is neither of torch nor of torchguard."""
-    return _first_of_user(sys._getframe(1))
-
-
-def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that is neither of torch nor of torchguard."""
-    frame, level = sys._getframe(1), 2
-    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+_EVAL_FRAME = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 
 
 def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
     """Warn at the line that has called into compiled code; the inner lines are the code's own."""
-    innermost = frame = _first_of_user(sys._getframe(1))
-    while frame is not None and frame.f_code.co_filename != _DYNAMO:
+    innermost = frame = frame_of_user()
+    while frame is not None and frame.f_code.co_filename != _EVAL_FRAME:
         frame = frame.f_back
-    frame = _first_of_user(frame) or innermost
+    frame = (None if frame is None else frame_of_user(frame)) or innermost
     if frame is None:
         warnings.warn(text, category, stacklevel=2)
         return
@@ -460,19 +430,9 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno)
 
 
-def _first_of_user(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and _is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _is_internal(file: str) -> bool:
-    made = file.startswith("<") and not file.startswith(_TYPED)
-    return made or file.startswith(_INTERNAL_FOLDERS)
-
-
-# What a user types has no file either: in a console, behind -c, in IPython, in a doctest.
-_TYPED = ("<stdin", "<string>", "<console>", "<python-input", "<ipython-input", "<doctest ")
+def mark_without_source(placeholder: Any) -> None:
+    """Say of a new input of a graph that Dynamo reads it nowhere, as torch's DDPOptimizer does."""
+    placeholder._dynamo_source = None
 
 
 def source_name(placeholder: Any) -> str:

@@ -7,14 +7,20 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
 
-from torchguard._torch.tensors import private
+
+def private(path: str, default: Any) -> Any:
+    """Return ``torch.<path>``, or a default where this release of torch has no such thing."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        return default
+
 
 C_NAMESPACE: Any = torch._C._nn
 """The namespace in which ``torch.nn.functional`` finds its builtins."""
@@ -29,6 +35,21 @@ def operator_schemas(name: str) -> list[Any]:
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return schemas
 
+
+STATISTICS: dict[str, tuple[int, str | None]] = {
+    "batch_norm": (3, "training"),
+    "native_batch_norm": (3, "training"),
+    "_batch_norm_impl_index": (3, "training"),
+    "cudnn_batch_norm": (3, "training"),
+    "miopen_batch_norm": (3, "training"),
+    "instance_norm": (3, "use_input_stats"),
+    # What nn.SyncBatchNorm calls.
+    "batch_norm_update_stats": (1, None),
+    "batch_norm_gather_stats": (3, None),
+    "batch_norm_gather_stats_with_counts": (3, None),
+}
+"""Of operators that normalise, what their schemas leave out: where ``running_mean`` is among the
+arguments, which is written, and the flag after ``running_var`` that makes them write it."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Return the schema of an overload, ``torch.ops.aten.add.Tensor``; dispatch modes get those."""
@@ -122,53 +143,6 @@ def remember_original(replacement: FunctionType, original: Any) -> None:
 def original_of(function: Any) -> Any:
     """Return torch's own function behind a replacement of ours; any other function itself."""
     return getattr(function, "_torchguard_original", function)
-
-
-def hold_originals(tables: Any, package: str) -> None:
-    """Let tables hold originals in place of replacements.
-
-    They may be nested, and lie in instances of the package's classes. All but tuples and frozen
-    sets are changed in place.
-    """
-    known: dict[int, Any] = {}
-
-    def held(value: Any) -> Any:
-        if isinstance(value, FunctionType):
-            is_ours = value.__globals__.get("__name__", "").startswith("torchguard.")
-            return original_of(value) if is_ours else value
-        if isinstance(value, (dict, list, set, tuple, frozenset)):
-            if id(value) not in known:
-                known[id(value)] = value
-                old: list[Any] = list(
-                    chain.from_iterable(value.items()) if isinstance(value, dict) else value
-                )
-                new = list(map(held, old))
-                if not all(map(is_, new, old)):
-                    known[id(value)] = _refilled(value, new)
-            return known[id(value)]
-        if str(type(value).__module__).startswith(package) and not isinstance(
-            value, torch.nn.Module
-        ):
-            held(getattr(value, "__dict__", None))
-        return value
-
-    held(tables)
-
-
-def _refilled(table: Any, new: list[Any]) -> Any:
-    """Fill a table with these items, keys and values of a dictionary in turns."""
-    if isinstance(table, tuple):
-        return table._make(new) if hasattr(table, "_make") else tuple(new)
-    if isinstance(table, frozenset):
-        return frozenset(new)
-    table.clear()
-    if isinstance(table, list):
-        table.extend(new)
-    elif isinstance(table, set):
-        table.update(new)
-    else:
-        table.update(zip(new[::2], new[1::2], strict=True))
-    return table
 
 
 def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:

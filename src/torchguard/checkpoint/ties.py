@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchguard._torch import members_of
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -99,9 +101,10 @@ def _tie(module: torch.nn.Module, names: list[str], loaded: list[tuple[str, torc
         owner, _, own = name.rpartition(".")
         holder = module.get_submodule(owner)
         tensor = loaded[0][1]
-        if own in holder._buffers:
-            holder._buffers[own] = tensor
-        elif holder._parameters.get(own) is not tensor:
+        parameters, buffers, _ = members_of(holder)
+        if own in buffers:
+            buffers[own] = tensor
+        elif parameters.get(own) is not tensor:
             setattr(holder, own, tensor)  # recurrent layers keep a list besides
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import has_torch_function
 
-from torchguard._events import record
+from torchguard._events import record, user_line
 from torchguard._torch import (
     C_NAMESPACE,
     computing_unseen,
@@ -26,7 +26,6 @@ from torchguard._torch import (
     patch,
     show_overriding,
     shown_for,
-    user_line,
     values_can_be_read,
 )
 from torchguard.checks.table import Check, Row, has_no_elements

@@ -17,14 +17,8 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from torchguard._torch import (
-    C_NAMESPACE,
-    computing_unseen,
-    inner_tensors,
-    is_wrapped,
-    original_of,
-    user_line_of,
-)
+from torchguard._events import user_line_of
+from torchguard._torch import C_NAMESPACE, computing_unseen, inner_tensors, is_wrapped, original_of
 from torchguard.checks.check import (
     SWITCH,
     Flags,

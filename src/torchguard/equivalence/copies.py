@@ -19,7 +19,6 @@ from torch import fx
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
-    extent,
     has_own_dispatch,
     set_lazy_bits,
     set_version,
@@ -29,6 +28,7 @@ from torchguard._torch import (
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome
 from torchguard.equivalence.reference import reference_of
+from torchguard.state.tensors import extent
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that takes the place of another."""

@@ -19,6 +19,7 @@ from torchguard._torch import (
     OPERATOR_CLASSES,
     TorchDispatchMode,
     has_saved_tensors_hooks,
+    members_of,
     schema_of,
     set_version,
     version_of,
@@ -314,7 +315,7 @@ def _buffers_of(modules: Sequence[torch.nn.Module]) -> list[_Held]:
     return [
         (names.get(id(buffer), key), module, key, buffer)
         for module in modules
-        for key, buffer in module._buffers.items()
+        for key, buffer in members_of(module)[1].items()
         if buffer is not None
     ]
 
@@ -323,7 +324,7 @@ def _written(held: Iterable[_Held], mutated: set[int]) -> dict[str, Buffer]:
     """Copy the buffers whose memory was written, or that are another tensor now."""
     found = {}
     for name, module, key, buffer in held:
-        now = module._buffers.get(key)
+        now = members_of(module)[1].get(key)
         if now is not None and (now is not buffer or storage_address(buffer) in mutated):
             found[name] = Buffer(buffer, now.detach().clone())
     return found

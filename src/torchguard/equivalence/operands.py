@@ -18,15 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchguard._torch import (
-    computing_unseen,
-    extent,
-    has_own_dispatch,
-    operator_schemas,
-    unwrapped,
-)
-from torchguard._torch.mutation import out_tensors, writes_of, written_tensors
+from torchguard._torch import computing_unseen, has_own_dispatch, operator_schemas, unwrapped
 from torchguard._torch.schemas import tags_of
+from torchguard.equivalence.mutation import out_tensors, writes_of, written_tensors
+from torchguard.state.tensors import extent
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 

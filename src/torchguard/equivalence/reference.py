@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._events import is_trial, record
-from torchguard._torch import frame_of_user, is_kept_whole
+from torchguard._events import frame_of_user, is_trial, record
+from torchguard._torch import is_kept_whole
 from torchguard.equivalence.operands import Overlap, may_write, separated
 from torchguard.errors import OverlapWarning
 

@@ -19,8 +19,9 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from torchguard._events import record
-from torchguard._torch import extent, patch, storage_key, without_torch_function
+from torchguard._torch import patch, storage_key, without_torch_function
 from torchguard.errors import ReadOnlyMemoryError, SharedViewError
+from torchguard.state.tensors import extent
 
 # ---- from memory of others to a tensor ----
 

@@ -9,8 +9,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from operator import is_
 from pathlib import Path
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +21,6 @@ import torch
 from torchguard._torch import (
     DYNAMO,
     has_python_out,
-    hold_originals,
     is_wrapped_builtin,
     original_of,
     patch,
@@ -186,11 +187,58 @@ def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
                 if name.startswith(_QUANTIZATION_PACKAGE)
             ]
             # The arguments too: the program makes its own tables, a QConfigMapping for example.
-            hold_originals([tables, args, kwargs], _QUANTIZATION_PACKAGE)
+            _hold_originals([tables, args, kwargs], _QUANTIZATION_PACKAGE)
         with patch.originals_set_aside():
             return original(*args, **kwargs)
 
     return with_originals
+
+
+def _hold_originals(tables: Any, package: str) -> None:
+    """Let tables hold originals in place of replacements.
+
+    They may be nested, and lie in instances of the package's classes. All but tuples and frozen
+    sets are changed in place.
+    """
+    known: dict[int, Any] = {}
+
+    def held(value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            is_ours = value.__globals__.get("__name__", "").startswith("torchguard.")
+            return original_of(value) if is_ours else value
+        if isinstance(value, (dict, list, set, tuple, frozenset)):
+            if id(value) not in known:
+                known[id(value)] = value
+                old: list[Any] = list(
+                    chain.from_iterable(value.items()) if isinstance(value, dict) else value
+                )
+                new = list(map(held, old))
+                if not all(map(is_, new, old)):
+                    known[id(value)] = _refilled(value, new)
+            return known[id(value)]
+        if str(type(value).__module__).startswith(package) and not isinstance(
+            value, torch.nn.Module
+        ):
+            held(getattr(value, "__dict__", None))
+        return value
+
+    held(tables)
+
+
+def _refilled(table: Any, new: list[Any]) -> Any:
+    """Fill a table with these items, keys and values of a dictionary in turns."""
+    if isinstance(table, tuple):
+        return table._make(new) if hasattr(table, "_make") else tuple(new)
+    if isinstance(table, frozenset):
+        return frozenset(new)
+    table.clear()
+    if isinstance(table, list):
+        table.extend(new)
+    elif isinstance(table, set):
+        table.update(new)
+    else:
+        table.update(zip(new[::2], new[1::2], strict=True))
+    return table
 
 
 def _out_not_needed() -> str | None:

@@ -15,16 +15,9 @@ from types import ModuleType
 import torch
 from typing_extensions import Self
 
-from torchguard._events import record
+from torchguard._events import record, warn_user
 from torchguard._public import public
-from torchguard._torch import (
-    DYNAMO,
-    computing_unseen,
-    on_import,
-    patch,
-    rebuild_dynamo_tables,
-    warn_user,
-)
+from torchguard._torch import DYNAMO, computing_unseen, on_import, patch, rebuild_dynamo_tables
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName

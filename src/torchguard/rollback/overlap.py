@@ -28,7 +28,7 @@ from torchguard._torch import (
     shown_for,
     without_torch_function,
 )
-from torchguard._torch.mutation import DUNDERS, writes_of
+from torchguard.equivalence.mutation import DUNDERS, writes_of
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
 from torchguard.equivalence.reference import is_error, warn_of
 

@@ -26,23 +26,26 @@ from torch import Tensor, nn
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._pytree import reachable, with_children
-from torchguard._torch import base_of, has_own_dispatch, is_recorded, patch, version_of
+from torchguard._pytree import names_in, reachable, with_children
+from torchguard._torch import (
+    TorchDispatchMode,
+    base_of,
+    has_own_dispatch,
+    is_recorded,
+    patch,
+    version_of,
+)
 from torchguard._torch.checkpointing import (
     GENERATOR,
     IMPORTED_BY,
     REENTRANT,
-    RefuseToUse,
     called_by,
-    calls_rrelu,
     generator_of_caller,
     given_to,
-    names_rrelu,
     run_to_the_end,
     segment_of,
 )
-from torchguard._torch.modes import call_with_grad
-from torchguard._torch.optimizers import call_unseen, members_of, versions_of
+from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
 from torchguard.state.containers import (
     generators_in,
     may_hold_objects,
@@ -112,7 +115,7 @@ class Block:
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
         kinds: set[Any] = {type(module) for module in self._modules}
-        if any(map(names_rrelu, self._objects)) or any(map(calls_rrelu, kinds)):
+        if any(map(_names_rrelu, self._objects)) or any(map(_calls_rrelu, kinds)):
             run_to_the_end(generator)
 
     def end(self) -> None:
@@ -155,7 +158,7 @@ class Block:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
                 # stepped layer by layer while backward goes on.
-                with RefuseToUse(written, self._refuse):
+                with _RefuseToUse(written, self._refuse):
                     return self.function(*args, **kwargs)
             finally:
                 if not same_objects(_values_of(self._code), now):
@@ -195,7 +198,45 @@ class Block:
         )
 
 
+class _RefuseToUse(TorchDispatchMode):
+    """A scope that calls ``refuse(tensor)`` before an operator takes one of these tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: dict[int, Any], refuse: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self._refuse = tensors, refuse
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for each in (*args, *kwargs.values()):
+            for value in each if isinstance(each, (list, tuple)) else (each,):
+                if id(value) in self._tensors:
+                    self._refuse(value)
+        return func(*args, **kwargs)
+
+
 # ---- what a block reaches ----
+
+
+# The operator saves its noise before it has drawn it, and the early stop comes in between:
+# https://github.com/pytorch/pytorch/issues/193671
+_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
+
+
+def _names_rrelu(value: Any) -> bool:
+    """Whether a value is one of the functions above, or a function that calls one."""
+    if not isinstance(value, FunctionType):
+        return getattr(value, "__name__", None) in _RRELU
+    return not _RRELU.isdisjoint(names_in(value.__code__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _calls_rrelu(kind: Any) -> bool:
+    """Whether a method of a class calls rrelu."""
+    # Or a function of the same module that a method calls does.
+    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
+    return any(map(_names_rrelu, reachable(None, functions)))
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:

@@ -27,7 +27,7 @@ from torch.overrides import (
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._torch import overriding, patch, without_torch_function
+from torchguard._torch import overriding, patch, untyped_storage_of, without_torch_function
 from torchguard.rollback.out import cannot_grow, lacks_allocator
 from torchguard.state.interrupts import roll_back
 from torchguard.state.tensors import Snapshot, bytes_needed, capture
@@ -307,7 +307,7 @@ def _begin_set_(
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     storage, size, stride = given.get("source"), given.get("size"), given.get("stride")
     if isinstance(storage, torch.TypedStorage):
-        storage = storage._untyped_storage  # untyped() warns
+        storage = untyped_storage_of(storage)
     elif isinstance(storage, torch.Tensor):
         storage = capture(storage).storage
     if not isinstance(storage, torch.UntypedStorage) or not isinstance(size, Sequence):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchguard._torch.optimizers import (
+from torchguard._torch.eager import (
     MODULE_HOOKS,
     hooks_registered,
     members_of,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchguard._torch import warn_user
-from torchguard._torch.optimizers import has_load_hooks
+from torchguard._events import warn_user
+from torchguard._torch.eager import has_load_hooks
 from torchguard.state.interrupts import roll_back
 from torchguard.state.optimizers import OptimizerSnapshot
 

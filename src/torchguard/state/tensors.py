@@ -21,22 +21,21 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from torchguard._events import warn_user
 from torchguard._torch import (
     base_of,
     call_unrecorded,
     call_with_grad,
     coo_parts,
-    extent,
     has_own_dispatch,
     inner_tensors,
     set_version,
     version_of,
-    warn_user,
     without_dispatch_modes,
     without_torch_dispatch,
     without_torch_function,
 )
-from torchguard._torch.optimizers import call_unseen, copy_all, same_tensors, versions_of
+from torchguard._torch.eager import call_unseen, copy_all, same_tensors, versions_of
 from torchguard.state.interrupts import warn_if_refused
 
 # PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
@@ -357,6 +356,13 @@ def read_stride_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
         lazy = tensor.is_conj() or tensor.is_neg()
         read: Any = torch.Tensor.storage_offset if lazy else torch.ops.aten.storage_offset.default
         return stride, read(tensor)
+
+
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements lie from the first to the last of a strided tensor, both counted."""
+    if 0 in size:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
 def bytes_needed(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchguard._public import public
-from torchguard._torch.optimizers import has_step_hooks
+from torchguard._torch.eager import has_step_hooks, steps_in_backward
 from torchguard.training_setup import warn_of_parameters
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.optimizer_step import NonfiniteGate, Undo
@@ -226,7 +226,7 @@ def _refuse_model(model: nn.Module) -> None:
             raise ValueError(
                 f"transaction: {name} has no shape yet; run the model once before transaction()"
             )
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if steps_in_backward(parameter):
             raise TypeError(
                 f"transaction: an optimizer steps over {name} inside backward, before it is "
                 "known whether the step succeeds"

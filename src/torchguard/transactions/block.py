@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from torchguard._events import record
 from torchguard._torch import patch
-from torchguard._torch.optimizers import (
+from torchguard._torch.eager import (
     call_while_tracing,
     per_optimizer_states,
     scale_version,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchguard._torch import has_own_dispatch
-from torchguard._torch.optimizers import call_unseen, can_make_state, make_state
+from torchguard._torch.eager import call_unseen, can_make_state, make_state
 from torchguard.errors import UnrecoverableStepError
 from torchguard.state.interrupts import roll_back
 from torchguard.state.optimizers import OptimizerSnapshot, state_tensors

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchguard._torch import without_dispatch_modes
+from torchguard._torch import has_communication_hook, without_dispatch_modes
 from torchguard.errors import PeerFailedError, UnrecoverableStepError
 from torchguard.state.interrupts import DeferredSignals
 
@@ -207,7 +207,7 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[nn.Pa
                     f"transaction: {name} is a SyncBatchNorm, which communicates in its forward: "
                     "a rank that fails would leave the others waiting; use BatchNorm with group="
                 )
-        if getattr(model, "_comm_hooks", ()):
+        if has_communication_hook(model):
             raise ValueError(
                 "transaction: group= averages gradients itself, and the communication hook that "
                 "is registered on the DistributedDataParallel module would be left out"

@@ -18,9 +18,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
-from torchguard._torch import is_out_of_memory
-from torchguard._torch.optimizers import versions_of
-from torchguard.errors import TrainingSetupWarning, UnrecoverableStepError
+from torchguard._torch.eager import versions_of
+from torchguard.errors import TrainingSetupWarning, UnrecoverableStepError, is_out_of_memory
 from torchguard.transactions.block import Guarded, with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Retry = Literal["halve"]
 
@@ -229,7 +229,7 @@ def differs_in_parts(modules: Iterable[nn.Module]) -> str:
         type(module).__name__
         for root in modules
         for module in root.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if isinstance(module, _BATCH_NORMS)
     }
     return ", ".join(sorted(found))
 

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchguard._torch import without_torch_function
-from torchguard._torch.optimizers import (
-    call_unseen,
-    concatenated,
-    copy_all,
-    same_tensors,
-    versions_of,
-)
+from torchguard._torch.eager import call_unseen, concatenated, copy_all, same_tensors, versions_of
 from torchguard.state.containers import Containers, copy_of_tree, restore_container
 from torchguard.state.modules import Modules
 from torchguard.state.optimizers import OptimizerSnapshot, has_state, state_tensors

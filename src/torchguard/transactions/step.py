@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._torch.optimizers import close_checkpoints
+from torchguard._torch.eager import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
 from torchguard.state.interrupts import DeferredSignals
 from torchguard.state.open_steps import refuse_inside_step

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchguard._torch import mark_without_source
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
 from torchguard.equivalence.isolate import isolated
@@ -144,7 +145,7 @@ def _window(case: Case, first: int, last: int) -> tuple[fx.GraphModule, list[Any
         with graph.graph.inserting_before(nodes[0] if after is None else after.next):
             after = graph.graph.placeholder(node.name)
         after.meta.update(node.meta)
-        after._dynamo_source = None  # as torch's DDPOptimizer has it
+        mark_without_source(after)
         node.replace_all_uses_with(after)
     for node in reversed(left_out):
         graph.graph.erase_node(node)

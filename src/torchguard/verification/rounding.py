@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import tracing_again
+from torchguard._torch import enters_autocast, tracing_again
 from torchguard.equivalence.compare import COMPILING, Difference, as_double, close, judge, value_of
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
@@ -165,7 +165,7 @@ def _in_double(
                     return None
             elif node.op == "call_method" and node.target in _CASTS:
                 node.target = _CASTS[str(node.target)]
-            elif _enters_autocast(node):
+            elif enters_autocast(node):
                 # It does nothing in double precision, and warns of it: device, dtype, enabled.
                 node.args = (*node.args[:2], False, *node.args[3:])
                 continue
@@ -203,17 +203,13 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype).to(torch.float64)
 
 
-def _enters_autocast(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "_enter_autocast"
-
-
 def _turns_autocast_off(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether a graph computes some of its operations under autocast, and others not."""
     regions = {
         bool(node.args[2])  # device, dtype, enabled
         for part in graphs_in(graph)
         for node in part.graph.nodes
-        if _enters_autocast(node)
+        if enters_autocast(node)
     }
     devices = {tensor.device.type for tensor in tensors_of(inputs)}
     return False in regions and (True in regions or any(map(torch.is_autocast_enabled, devices)))

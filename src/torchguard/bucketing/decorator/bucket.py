@@ -28,7 +28,7 @@ from torchguard._pytree import (
     keystr,
     unflatten,
 )
-from torchguard._torch import ShapeFormula
+from torchguard._torch import ShapeFormula, members_of
 from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
 from torchguard.equivalence.outcome import Given
 
@@ -89,7 +89,7 @@ def leaf_key(leaf: Any) -> Any:
 def _module_key(module: torch.nn.Module) -> Any:
     # One without tensors and children, such as nn.MSELoss(), may be made for each call: its type
     # and its options tell it apart.
-    if module._parameters or module._buffers or module._modules:
+    if any(members_of(module)):
         return weakref.ref(module), module.training
     return type(module), *((k, v) for k, v in vars(module).items() if type(v) in PLAIN)
 

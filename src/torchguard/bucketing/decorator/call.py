@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from torchguard import _torch
+from torchguard._events import warn_user
 from torchguard._pytree import flatten, reachable_modules, unflatten
-from torchguard._torch import uncompiled, warn_user
+from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.bucket import (
     COMPILE_LOCK,
     PLAIN,

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from torchguard._events import user_line
 from torchguard._pytree import flatten, key_paths
-from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of, user_line
+from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of
 from torchguard.bucketing.decorator.bucket import Call, Case, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
 from torchguard.equivalence.compare import PADDING, Verdict, judge

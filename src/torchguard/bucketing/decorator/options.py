@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from torchguard._events import warn_user
 from torchguard._pytree import KeyPath, children, key_paths, keystr
-from torchguard._torch import warn_user
 from torchguard.bucketing.buckets import Buckets, buckets_by_axis
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from torchguard._events import record
+from torchguard._events import record, warn_user
 from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
-from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Case, Input, Plan, sizes_of
 from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of, typed
 from torchguard.bucketing.decorator.masking import (

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from torchguard import _torch
+from torchguard._events import warn_user
 from torchguard._public import public
-from torchguard._torch import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import alone
@@ -29,7 +28,7 @@ from torchguard.equivalence.isolate import (
     rng_state_restored,
 )
 from torchguard.equivalence.outcome import Output, send_backward
-from torchguard.errors import PaddingLeakError
+from torchguard.errors import PaddingLeakError, is_out_of_memory
 
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
@@ -75,7 +74,7 @@ def warm_up(
                 if took is not None:
                     seconds[key] = took
             except Exception as error:
-                if not _torch.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 # Its frames hold what it had in memory already: the next bucket needs that.
                 for each in (error, error.__cause__, error.__context__):
@@ -139,7 +138,7 @@ def _prove(
             warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
             return
         except Exception as error:
-            if _torch.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
     else:
         return

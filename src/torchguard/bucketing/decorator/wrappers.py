@@ -293,14 +293,14 @@ def module_around(given: torch.nn.Module, options: MaskingOptions) -> BucketedMo
     made: BucketedModule = object.__new__(_class_around(own))
     object.__setattr__(made, "__dict__", module.__dict__)
     object.__setattr__(made, "_bucketed", parts)
-    object.__setattr__(made, "_compiled_call_impl", None)
+    _torch.forget_compiled_in_place(made)
     return made
 
 
 def _parts(
     given: torch.nn.Module, options: MaskingOptions
 ) -> tuple[torch.nn.Module, MaskingOptions, Any, Caller]:
-    in_place = getattr(given, "_compiled_call_impl", None)
+    in_place = _torch.compiled_in_place(given)
     found = _torch.compiler_of(in_place)
     if found is None:
         module, compiler = compiler_for(given, options["compile"])
@@ -336,7 +336,7 @@ def _class_around(own: type[Any]) -> Any:
     names = {
         # Slots win over the __dict__ that is shared: what module.compile() has put there would be
         # called instead of us.
-        "__slots__": ("_bucketed", "_compiled_call_impl"),
+        "__slots__": ("_bucketed", _torch.COMPILED_IN_PLACE),
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._torch.schemas import operator_schemas, original_of, schemas_of
+from torchguard._torch.schemas import STATISTICS, operator_schemas, original_of, schemas_of
 
 
 class Argument(NamedTuple):
@@ -81,26 +81,11 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
 
 def writes_statistics(name: str) -> Writes | None:
     """Say what a builtin that normalises writes, by its name: it is missing in its schema."""
-    if name not in _NORMALISE:
+    if name not in STATISTICS:
         return None
-    place, flag = _NORMALISE[name]
+    place, flag = STATISTICS[name]
     written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
     return Writes(written, only_if=None if flag is None else Argument(place + 2, flag))
-
-
-# Where running_mean stands, and the flag that makes them write it, which stands after running_var.
-_NORMALISE: dict[str, tuple[int, str | None]] = {
-    "batch_norm": (3, "training"),
-    "native_batch_norm": (3, "training"),
-    "_batch_norm_impl_index": (3, "training"),
-    "cudnn_batch_norm": (3, "training"),
-    "miopen_batch_norm": (3, "training"),
-    "instance_norm": (3, "use_input_stats"),
-    # What nn.SyncBatchNorm calls.
-    "batch_norm_update_stats": (1, None),
-    "batch_norm_gather_stats": (3, None),
-    "batch_norm_gather_stats_with_counts": (3, None),
-}
 
 
 def _from_schemas(schemas: list[Any]) -> Writes | None:

@@ -142,14 +142,13 @@ WRITTEN = (ast.Store, ast.Del)
 # What is set there, and whose attribute it is.
 NOT_TORCH: dict[str, set[str]] = {
     "state/tensors.py": {"setattr(tensor, name, part.tensor)"},  # a tensor of the user
-    "state/modules.py": {"module.__class__"},  # a module of the user
+    "state/training.py": {"module.__class__"},  # a module of the user
     "verification/graph.py": {
         "setattr(new, name, value)",  # a copied graph's node
         "setattr(copied, name, copy_graph(child))",  # a copied graph
     },
     "checkpoint/ties.py": {"setattr(holder, own, tensor)"},  # a module of the user
     "checkpoint/loading.py": {"tensor.__class__"},  # a lazy parameter of the user
-    "transactions/state.py": {"module.__class__"},  # a module of the user
     "_torch/compile.py": {"setattr(convert, name, backend)"},  # a function made there
 }
 

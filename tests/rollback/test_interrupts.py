@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchguard import guarded, install, rollback_on_error, safe_resize_
-from torchguard.state import interrupts
+from torchguard.state import process, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_an_interrupt_waits_until_every_step_of_the_rollback_is_taken(
             steps[-1] = True
         original(*args, **options)
 
-    original = interrupts.warn_if_refused
+    original = tensors.warn_if_refused
     monkeypatch.setattr("torchguard.state.tensors.warn_if_refused", step)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -122,7 +122,7 @@ def test_a_signal_waits_until_the_rollback_has_ended(name: str) -> None:
             try:
                 raise RuntimeError("out of memory")  # noqa: TRY301
             except RuntimeError:
-                interrupts.roll_back(restore)
+                process.roll_back(restore)
                 raise
         assert signal.getsignal(number) is handler
     finally:
@@ -137,16 +137,16 @@ def test_a_signal_that_comes_before_the_first_is_deferred_is_raised_afterwards(
     def interrupted(_: int) -> None:
         raise Interrupt
 
-    monkeypatch.setattr(interrupts, "_get_handler", interrupted)
+    monkeypatch.setattr(process, "_get_handler", interrupted)
     done: list[str] = []
     with pytest.raises(Interrupt):
-        interrupts.roll_back(done.append, "restored")
+        process.roll_back(done.append, "restored")
     assert done == ["restored"]
 
 
 def test_another_thread_rolls_back_too() -> None:
     done: list[str] = []
-    thread = threading.Thread(target=interrupts.roll_back, args=(done.append, "restored"))
+    thread = threading.Thread(target=process.roll_back, args=(done.append, "restored"))
     thread.start()
     thread.join()
     assert done == ["restored"]
@@ -157,7 +157,7 @@ def test_a_step_that_torch_refuses_is_a_warning() -> None:
         raise RuntimeError("no memory")
 
     with pytest.warns(RuntimeWarning, match=r"^could not: no memory$"):
-        interrupts.warn_if_refused(refused, failure="could not")
+        tensors.warn_if_refused(refused, failure="could not")
 
 
 def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() -> None:
@@ -165,7 +165,7 @@ def test_a_deferred_signal_arrives_where_the_handler_of_an_earlier_one_raises() 
     before = signal.signal(signal.SIGUSR1, lambda number, _: arrived.append(number))
     before_int = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        deferred = interrupts.DeferredSignals()
+        deferred = process.DeferredSignals()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,8 +128,7 @@ def test_the_hooks_of_optimizers_go_with_the_last_transaction() -> None:
         gc.collect()
 
 
-def test_stats_count_what_was_put_back() -> None:
-    """By kind; what the block has left alone is not among it, nor what a commit keeps."""
+def test_stats_count_commits_and_rollbacks() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = torchguard.transaction(model, optimizer)
@@ -140,11 +138,6 @@ def test_stats_count_what_was_put_back() -> None:
             if number == 2:
                 optimizer.step()
             raise Failure
-    assert step.stats().put_back == {"gradients": 8, "buffers": 6, "RNG states": 2}
     assert step.stats().rollbacks == {"Failure": 2}
     assert step.stats().commits == 1
-    with pytest.raises(Failure), step:
-        np.random.rand()  # noqa: NPY002 - the global one
-        raise Failure
-    assert step.stats().put_back["RNG states"] == 3
     assert step.stats().microseconds > 0

@@ -30,7 +30,7 @@ from torchguard._files import (
 )
 from torchguard._public import public
 from torchguard.errors import SaveError
-from torchguard.state.open_steps import refuse_inside_step
+from torchguard.state.process import refuse_inside_step
 
 MARK = ".torchguard-checkpoint.json"
 """In each folder that is made here; one without it is never removed, counted or replaced."""

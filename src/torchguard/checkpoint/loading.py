@@ -25,9 +25,9 @@ from torchguard.equivalence.operands import Copy, are_apart, copy_of, memory_of
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.block import rollback_on_error
 from torchguard.state.containers import Containers
-from torchguard.state.interrupts import roll_back
-from torchguard.state.modules import Modules, containers_of
 from torchguard.state.optimizer_state import load_optimizer
+from torchguard.state.process import roll_back
+from torchguard.state.training import Modules, containers_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")

@@ -34,10 +34,9 @@ from torchguard.equivalence.outcome import (
     counted,
     send_backward,
 )
-from torchguard.state.modes import ThreadModes
-from torchguard.state.modules import Modules
-from torchguard.state.random import RNGState
+from torchguard.state.process import RNGState, ThreadModes
 from torchguard.state.tensors import Elements, Gradients
+from torchguard.state.training import Modules
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.state.containers import require_container, tensors_in
-from torchguard.state.interrupts import roll_back
+from torchguard.state.process import roll_back
 from torchguard.state.tensors import Gradients, Snapshot, capture
 
 

@@ -15,7 +15,7 @@ import torch
 from torchguard._events import record
 from torchguard._torch import computing_unseen, original_of, patch, without_torch_function
 from torchguard.errors import NonResizableStorageError
-from torchguard.state.interrupts import roll_back
+from torchguard.state.process import roll_back
 from torchguard.state.tensors import Snapshot, capture
 
 SWITCH = patch.Switch()

@@ -52,8 +52,8 @@ from torchguard.state.containers import (
     restore_container,
     same_objects,
 )
-from torchguard.state.modules import hooks_of
-from torchguard.state.random import RNGState, all_generators
+from torchguard.state.process import RNGState, named_generators
+from torchguard.state.training import hooks_of
 
 _Entries = dict[Any, Any]
 
@@ -99,7 +99,8 @@ class Block:
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
-            generators = [*all_generators()[1:], *generators_in((*self._objects, *opened))]
+            _, *others = named_generators().values()
+            generators = [*others, *generators_in((*self._objects, *opened))]
         self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

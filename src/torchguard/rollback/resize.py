@@ -29,7 +29,7 @@ from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import overriding, patch, untyped_storage_of, without_torch_function
 from torchguard.rollback.out import cannot_grow, lacks_allocator
-from torchguard.state.interrupts import roll_back
+from torchguard.state.process import roll_back
 from torchguard.state.tensors import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchguard import _pytree
-from torchguard.state.random import GENERATORS, Access, access_of, generators_among
+from torchguard.state.process import GENERATORS, Access, access_of, generators_among
 from torchguard.state.tensors import Snapshot, capture
 
 ATOMS = {int, float, bool, str, bytes, type(None), complex}

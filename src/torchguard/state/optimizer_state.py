@@ -17,8 +17,8 @@ import torch
 
 from torchguard._events import warn_user
 from torchguard._torch.eager import has_load_hooks
-from torchguard.state.interrupts import roll_back
-from torchguard.state.optimizers import OptimizerSnapshot
+from torchguard.state.process import roll_back
+from torchguard.state.training import OptimizerSnapshot
 
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
 # sums of rows and columns, LBFGS one vector for all parameters.)

@@ -12,8 +12,8 @@ wrappers of ``torch.func``) has nothing that can be read; only its elements can 
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +36,6 @@ from torchguard._torch import (
     without_torch_function,
 )
 from torchguard._torch.eager import call_unseen, copy_all, same_tensors, versions_of
-from torchguard.state.interrupts import warn_if_refused
 
 # PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
 # first, and a tensor that is restored here may be unfit to be read.
@@ -339,6 +338,39 @@ def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:
         tensor.requires_grad_(saved.requires_grad)
 
 
+# ---- a restoration that is refused ----
+
+
+_failures: ContextVar[list[str] | None] = ContextVar("torchguard.state.failures", default=None)
+
+
+@contextlib.contextmanager
+def failures_in(found: list[str]) -> Iterator[None]:
+    """Let :func:`note_refused` append what it would warn of, in this thread or task."""
+    token = _failures.set(found)
+    try:
+        yield
+    finally:
+        _failures.reset(token)
+
+
+def note_refused(failure: str, error: Exception) -> None:
+    """Say which step of a rollback has failed: the program's own exception is the one to raise."""
+    found = _failures.get()
+    if found is None:
+        warn_user(f"{failure}: {error}", RuntimeWarning)
+    else:
+        found.append(f"{failure}: {error}")
+
+
+def warn_if_refused(step: Callable[..., None], *args: Any, failure: str) -> None:
+    """Call ``step(*args)``, and note its exception: the other steps are taken all the same."""
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001  see above
+        note_refused(failure, error)
+
+
 # ---- numbers of a tensor that may be inconsistent ----
 
 
@@ -411,14 +443,6 @@ class Elements:
         for saved in self.others:
             saved.restore()
 
-    def written(self) -> int:
-        """Return how many of the tensors were written since, by their version counters."""
-        return sum(map(operator.ne, versions_of(self.plain), self.versions))
-
-    def differ(self) -> int:
-        """Return how many of the tensors have other bits than their copies; a NaN equals itself."""
-        return call_unseen(_count_other_bits, self.plain, self.copies)  # type: ignore[no-any-return]
-
 
 def _layouts(tensors: list[Tensor]) -> list[Any]:
     return [(each.dtype, each.shape, each.stride()) for each in tensors]
@@ -446,17 +470,6 @@ def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
     ):
         return kept
     return torch.empty_like(tensor)
-
-
-def _count_other_bits(tensors: list[Tensor], copies: list[Tensor]) -> int:
-    return sum(
-        not torch.equal(_bits(one), _bits(other))
-        for one, other in zip(tensors, copies, strict=True)
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
 
 
 class Metadata:
@@ -501,11 +514,6 @@ class Gradients:
                 tensor.grad = gradient
         if self._elements is not None:
             self._elements.restore()
-
-    def written(self) -> int:
-        """Return how many leaves have another gradient, or one that was written."""
-        exchanged = sum(tensor.grad is not gradient for tensor, gradient in self._pairs)
-        return exchanged + (0 if self._elements is None else self._elements.written())
 
 
 def parted(

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from torchguard._public import public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
+from torchguard.state.training import TrainingState
 from torchguard.training_setup import warn_of_parameters
-from torchguard.transactions.block import Guarded
-from torchguard.transactions.optimizer_step import NonfiniteGate, Undo
+from torchguard.transactions.block import Guarded, NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
-from torchguard.transactions.state import TrainingState
 from torchguard.transactions.step import Transaction
 
 
@@ -169,7 +168,7 @@ def transaction(
             TrainingState(tuple(models), tuple(optimizers), others, tuple(also)),
             undo=undo,
             scaler=scaler,
-            schedulers=schedulers,
+            schedulers=tuple(schedulers),
             gate=NonfiniteGate() if skip_nonfinite else None,
             ranks=None if group is None else Ranks(models, group),
         )

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchguard._torch import has_communication_hook, without_dispatch_modes
 from torchguard.errors import PeerFailedError, UnrecoverableStepError
-from torchguard.state.interrupts import DeferredSignals
+from torchguard.state.process import DeferredSignals
 
 # What a rank says of itself; the ranks act on the largest.
 _OK, OUT_OF_MEMORY, FAILED = range(3)

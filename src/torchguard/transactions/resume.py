@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchguard.state.interrupts import roll_back
 from torchguard.state.optimizer_state import load_optimizer
-from torchguard.state.random import RNGState
+from torchguard.state.process import named_generators, roll_back
 from torchguard.transactions.block import Guarded
 
 _PARTS = ("models", "optimizers", "scalers", "schedulers", "also")
@@ -39,7 +38,7 @@ def load(guarded: Guarded, state: Any) -> None:
         for call in calls:
             call()
     except BaseException:
-        roll_back(before.restore, [])
+        roll_back(before.restore)
         raise
     guarded.accumulation = None
     guarded.epochs.clear()
@@ -47,7 +46,7 @@ def load(guarded: Guarded, state: Any) -> None:
 
 def _parts_of(guarded: Guarded) -> dict[str, tuple[Any, ...]]:
     training = guarded.training
-    scalers = training.others[: len(training.others) - len(guarded.schedulers)]
+    scalers = () if guarded.scaler is None else (guarded.scaler,)
     values = (training.modules, training.optimizers, scalers, guarded.schedulers, training.also)
     return dict(zip(_PARTS, values, strict=True))
 
@@ -100,9 +99,7 @@ def _load(item: Any, state: Any) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return where the generators of the process stand, as tensors, numbers and texts."""
-    states = RNGState.capture()
-    names = _names(len(states.read))
-    return {name: _plain(read) for name, read in zip(names, states.read, strict=True)}
+    return {name: _plain(get_state()) for name, (get_state, _) in named_generators().items()}
 
 
 def random_calls(state: Mapping[str, Any]) -> Iterable[Callable[[], Any]]:
@@ -116,29 +113,14 @@ def random_calls(state: Mapping[str, Any]) -> Iterable[Callable[[], Any]]:
             )
         if wanted:
             device.init()
-    generators = RNGState.capture().generators
-    names = _names(len(generators))
-    if lacking := [name for name in names if name not in state]:
+    generators = named_generators()
+    if lacking := [name for name in generators if name not in state]:
         raise ValueError(
             f"load_state_dict: the state has no generator {', '.join(lacking)}, which is in use"
         )
     return [
-        partial(set_state, _restored(state[name]))
-        for name, (_, set_state) in zip(names, generators, strict=True)
+        partial(set_state, _restored(state[name])) for name, (_, set_state) in generators.items()
     ]
-
-
-def _names(count: int) -> list[str]:
-    """Return a name for each of the generators that :class:`RNGState` reads, in its order."""
-    names = ["cpu"]
-    for device in ("cuda", "xpu"):
-        module = getattr(torch, device)
-        if module.is_initialized():
-            names += [f"{device}:{index}" for index in range(module.device_count())]
-    names += ["mps"] if torch.backends.mps.is_available() else []
-    names += ["python", "numpy"]
-    assert len(names) == count
-    return names
 
 
 def _plain(value: Any) -> Any:

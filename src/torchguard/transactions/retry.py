@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Retry = Literal["halve"]
 
@@ -221,17 +219,6 @@ def _check(
             "run: with DistributedDataParallel pass transaction(..., group=True): a rank that "
             "fails alone would leave the others waiting"
         )
-
-
-def differs_in_parts(modules: Iterable[nn.Module]) -> str:
-    """Name the kinds of modules whose statistics are over a batch, and differ if it is split."""
-    found = {
-        type(module).__name__
-        for root in modules
-        for module in root.modules()
-        if isinstance(module, _BATCH_NORMS)
-    }
-    return ", ".join(sorted(found))
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -16,12 +16,10 @@ from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch.eager import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
-from torchguard.state.interrupts import DeferredSignals
-from torchguard.state.open_steps import refuse_inside_step
-from torchguard.transactions.block import Block, Guarded, watch
-from torchguard.transactions.optimizer_step import steps_fused
+from torchguard.state.process import DeferredSignals, refuse_inside_step
+from torchguard.transactions.block import Block, Guarded, steps_fused, watch
 from torchguard.transactions.resume import load, state_of
-from torchguard.transactions.retry import Retry, differs_in_parts, run
+from torchguard.transactions.retry import Retry, run
 
 
 @public
@@ -40,10 +38,6 @@ class TransactionStats:
 
     skipped: int = 0
     """Steps of optimizers that ``skip_nonfinite`` has skipped."""
-
-    put_back: dict[str, int] = field(default_factory=dict)
-    """What rollbacks have found changed, by kind: ``parameters``, ``gradients``, ``buffers`` and
-    ``RNG states``. Parameters and gradients are compared by their version counters."""
 
 
 class Transaction:
@@ -68,7 +62,6 @@ class Transaction:
         self._guarded = guarded
         self._commits = 0
         self._rollbacks: Counter[str] = Counter()
-        self._put_back: Counter[str] = Counter()
         self._seconds = 0.0
         self._blocks: list[Block] = []
         watch(guarded)
@@ -163,9 +156,6 @@ class Transaction:
             yield "; on every rank, with run(): a step is taken on all of them or on none"
         if self.part_size is not None:
             yield f"; run() splits batches into parts of {self.part_size} samples"
-            names = differs_in_parts(guarded.training.modules)
-            if names:
-                yield f", and statistics over the batch are those of the parts: {names}"
 
     def stats(self) -> TransactionStats:
         """Return how many blocks were committed and rolled back, with what and in what time."""
@@ -175,7 +165,6 @@ class Transaction:
             dict(self._rollbacks),
             self._seconds * 1e6,
             0 if gate is None else gate.skipped,
-            {kind: count for kind, count in self._put_back.items() if count},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,7 +271,6 @@ class Transaction:
             self._rollbacks[name] += 1
             record("rolled_back", "transaction", f"a training step was rolled back after {name}")
             problems = block.roll_back()
-            self._put_back.update(block.changed or {})
             if problems:
                 raise UnrecoverableStepError(
                     f"the training step could not be rolled back: {'; '.join(problems)}"

@@ -1,0 +1,264 @@
+"""What belongs to the process and its threads: signals, modes, random generators, open steps.
+
+Signals wait while something is rolled back. Python runs their handlers (Ctrl-C, an alarm) in the
+main thread between two bytecodes of whatever runs there, so their exceptions can appear in an
+``except`` clause as well. ::
+
+    try:
+        torch_function(tensor)
+    except BaseException:
+        roll_back(saved.restore)
+        raise
+
+A signal is not deferred if it arrives while the call that fails is still running, or in the few
+bytecodes between its exception and :func:`roll_back`: then nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchguard.errors import SaveError
+
+# ---- signals ----
+
+# The functions in C: those around them try to turn every handler into an enum, which takes longer
+# than the rest of a step's preparation.
+_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_DEFERRED = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+
+
+class DeferredSignals:
+    """Signals that Python code handles, Ctrl-C too, wait until :meth:`restore_handlers`."""
+
+    def __init__(self, numbers: Sequence[int] = _DEFERRED, *, at_most: int | None = None) -> None:
+        """``at_most``: how many wait; those after them do not."""
+        self._at_most = at_most
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: list[int] = []
+        if threading.current_thread() is not threading.main_thread():
+            return  # handlers run in the main thread
+        try:
+            for number in numbers:
+                handler = _get_handler(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _set_handler(number, self._arrive)
+        except BaseException:  # one that arrived before its turn
+            self.restore_handlers()
+            raise
+
+    def _arrive(self, number: int, _: FrameType | None) -> None:
+        self._arrived.append(number)
+        if self._at_most is not None and len(self._arrived) > self._at_most:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handlers of the signals that have arrived; later ones wait again."""
+        if self._arrived:
+            number = self._arrived.pop(0)
+            try:
+                self._handlers[number](number, None)
+            finally:  # each runs, also if one before it raises
+                self.deliver()
+
+    def restore_handlers(self) -> None:
+        """Set the handlers again, and call those whose signal has arrived."""
+        for number, handler in self._handlers.items():
+            _set_handler(number, handler)
+        try:
+            self.deliver()
+        finally:
+            self._handlers = {}
+
+
+def roll_back(restore: Callable[..., None], *args: Any) -> None:
+    """Call ``restore(*args)`` in an ``except`` clause; signals wait until it has ended."""
+    try:
+        signals = DeferredSignals()
+    except BaseException:  # one that arrived before the first was deferred
+        restore(*args)
+        raise
+    try:
+        restore(*args)
+    finally:
+        signals.restore_handlers()
+
+
+# ---- grad mode and autocast ----
+
+
+class ThreadModes(NamedTuple):
+    """A snapshot of this thread's grad mode and autocast."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """For each device, whether autocast is on and to which dtype it casts."""
+
+    caches: bool
+    nesting: int
+    """How many autocast scopes are open; the outermost clears the cache of casts when it ends."""
+
+    @classmethod
+    def capture(cls) -> ThreadModes:
+        """Read them."""
+        autocast = tuple(
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda", "xpu")
+        )
+        # The counter can be read only by changing it.
+        try:
+            nesting = torch.autocast_increment_nesting() - 1
+        finally:  # also if an interrupt comes as the call returns
+            torch.autocast_decrement_nesting()
+        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), nesting)
+
+    def restore(self) -> None:
+        """Set them again, if an interrupt or a graph has left a scope without its end."""
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.caches)
+        while torch.autocast_increment_nesting() <= self.nesting:
+            pass
+        while torch.autocast_decrement_nesting() > self.nesting:
+            pass
+
+
+# ---- random generators ----
+
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Reads the state of a generator, and sets it."""
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""The classes of generators that a program makes itself."""
+
+
+class RNGState(NamedTuple):
+    """A snapshot of generators, by default of those that belong to the process."""
+
+    generators: list[Access]
+    read: list[Any]
+
+    @classmethod
+    def capture(cls, generators: list[Access] | None = None) -> RNGState:
+        """Read where they stand."""
+        generators = [*named_generators().values()] if generators is None else generators
+        return cls(generators, [get_state() for get_state, _ in generators])
+
+    def changed(self) -> list[bool]:
+        """Return of each generator whether numbers were drawn from it."""
+        pairs = zip(self.generators, self.read, strict=True)
+        return [not same_state(get_state(), before) for (get_state, _), before in pairs]
+
+    def drawn_from(self) -> RNGState:
+        """Return the part of the snapshot whose generators have been drawn from since."""
+        pairs = zip(self.generators, self.read, self.changed(), strict=True)
+        changed = [(generator, before) for generator, before, has_changed in pairs if has_changed]
+        return RNGState([each for each, _ in changed], [before for _, before in changed])
+
+    def restore(self) -> None:
+        """Set the generators to where they stood."""
+        for (_, set_state), before in zip(self.generators, self.read, strict=True):
+            set_state(before)
+
+
+def same_state(now: Any, before: Any) -> bool:
+    """Whether two states are the same: of a generator, or what a ``state_dict()`` returned."""
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, dict):  # numpy's
+        same_keys = now.keys() == before.keys()
+        return same_keys and all(same_state(value, before[key]) for key, value in now.items())
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(same_state, now, before))
+    if isinstance(now, np.ndarray):
+        return bool(now.tobytes() == before.tobytes())
+    if isinstance(now, torch.Tensor):  # comparing a DTensor communicates, one on a GPU waits
+        return type(now) is torch.Tensor and now.is_cpu and torch.equal(now, before)
+    return bool(now == before)
+
+
+def access_of(generator: Any) -> Access:
+    """Return how to read and set the state of a generator of one of the ``GENERATORS``."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    return generator.get_state, generator.set_state
+
+
+def generators_among(values: Iterable[Any]) -> list[Access]:
+    """Return how to read and set those of the values that are generators, each once."""
+    return [
+        access_of(each) for each in {id(v): v for v in values if isinstance(v, GENERATORS)}.values()
+    ]
+
+
+_numpy: Any = np.random  # whose global generator may be exchanged, since numpy 1.24
+_known: tuple[Any, dict[str, Access]] = None, {}
+
+
+def named_generators() -> dict[str, Access]:
+    """Return the process's generators: PyTorch's, the CPU's first, then Python's and numpy's."""
+    global _known  # anew if a device or another generator of numpy came into use
+    bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
+    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
+    if in_use != _known[0]:
+        found: dict[str, Access] = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+        devices: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}
+        for kind, device in devices.items():
+            # To ask for the state of a device that was not used yet would start it.
+            for index in range(device.device_count()) if device.is_initialized() else ():
+                get_state = functools.partial(device.get_rng_state, index)
+                set_state = functools.partial(device.set_rng_state, device=index)
+                found[f"{kind}:{index}"] = get_state, set_state
+        if torch.backends.mps.is_available():
+            found["mps"] = torch.mps.get_rng_state, torch.mps.set_rng_state
+        found["python"] = random.getstate, random.setstate
+        _known = in_use, {**found, "numpy": _of_numpy(bit_generator)}
+    return _known[1]
+
+
+def _of_numpy(bit_generator: Any) -> Access:
+    """Return the access to numpy's global generator, which may have been exchanged meanwhile."""
+
+    def set_state(state: Any) -> None:
+        if bit_generator is not None and _numpy.get_bit_generator() is not bit_generator:
+            _numpy.set_bit_generator(bit_generator)
+        _numpy.set_state(state)
+
+    return functools.partial(_numpy.get_state, legacy=False), set_state
+
+
+# ---- training steps ----
+
+open_steps: dict[int, int] = {}
+"""The threads of the open blocks of ``transaction()``, by the id of the block."""
+
+
+def refuse_inside_step(function: str) -> None:
+    """Raise if this thread is inside of a block of ``transaction()``."""
+    if threading.get_ident() in open_steps.values():
+        raise SaveError(
+            f"{function}: called inside a block of transaction(), which is half a step (BatchNorm "
+            "has counted the batch, the model may not have stepped): save after the block"
+        )

@@ -1,0 +1,487 @@
+"""A training: its modules, its optimizers, and all that one step of it can change."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchguard._torch.eager import (
+    MODULE_HOOKS,
+    call_unseen,
+    concatenated,
+    copy_all,
+    hooks_registered,
+    members_of,
+    not_saved,
+    remove_hooks_since,
+    same_one_by_one,
+    same_tensors,
+    versions_of,
+    without_torch_function,
+)
+from torchguard.state.containers import (
+    ATOMS,
+    Containers,
+    children,
+    copy_of_tree,
+    restore_container,
+    same_objects,
+    walk,
+)
+from torchguard.state.process import RNGState, same_state
+from torchguard.state.tensors import (
+    Elements,
+    Gradients,
+    Metadata,
+    Snapshot,
+    capture,
+    is_plain,
+    note_refused,
+    parted,
+    restore_versions,
+)
+
+# ---- all of a training ----
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """Everything a transaction answers for; :meth:`capture` takes a snapshot of it."""
+
+    modules: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    others: tuple[Any, ...]
+    """Scalers and schedulers."""
+
+    also: tuple[Any, ...]
+    _survey: _Survey | None = field(default=None, init=False)
+
+    def groups(self) -> list[list[Tensor]]:
+        """Return the lists of parameters that the optimizers have now."""
+        return [group["params"] for each in self.optimizers for group in each.param_groups]
+
+    def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
+        """Take a snapshot; with ``parameters``, of those and the optimizers' state too."""
+        # Else a TorchFunctionMode, such as that of a default device, sees each attribute read.
+        with without_torch_function():
+            survey = self._survey
+            if survey is None or not survey.is_current(self.groups()):
+                survey = self._survey = _Survey(self)
+            return TrainingSnapshot(self, survey, parameters=parameters)
+
+
+class _Survey:
+    """The modules and tensors of a training; made anew if a module has gained or lost one."""
+
+    def __init__(self, training: TrainingState) -> None:
+        copied = [each for each in training.also if isinstance(each, nn.Module)]
+        holders = list(
+            {id(m): m for root in (*training.modules, *copied) for m in root.modules()}.values()
+        )
+        self.modules = Modules(holders)
+        self._groups = list(map(list, training.groups()))
+        self.copied = {id(each) for module in copied for each in module.parameters()}
+        own = [each for module in holders for each in module.parameters(recurse=False)]
+        held = [each for module in holders for each in module.buffers(recurse=False)]
+        self.parameters, self.other_parameters = parted(
+            [*own, *chain.from_iterable(self._groups)], is_plain
+        )
+        self.all_parameters = [*self.parameters, *self.other_parameters]
+        self.buffers, self.other_buffers = parted(
+            held, lambda b: is_plain(b) and b.is_contiguous() and b.numel() > 0
+        )
+        self.metadata = Metadata([*self.parameters, *self.buffers])
+        by_kind: dict[Any, list[Tensor]] = {}
+        for buffer in self.buffers:
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(
+                buffer if buffer.dim() == 1 else buffer.detach().view(-1)
+            )
+        self.flat_buffers = list(by_kind.values())
+        self._lengths = [list(map(Tensor.numel, tensors)) for tensors in self.flat_buffers]
+
+    def is_current(self, groups: list[list[Tensor]]) -> bool:
+        """Whether modules and optimizers hold the same tensors, and the tensors the same memory."""
+        return (
+            self.modules.is_current()
+            and same_tensors(groups, self._groups)
+            and self.metadata.is_current()
+        )
+
+    def split(self, copies: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
+        """Yield the buffers of each kind, with what a copy of all of them holds for each."""
+        for tensors, lengths, copied in zip(self.flat_buffers, self._lengths, copies, strict=True):
+            yield tensors, copied.split(lengths)
+
+
+class BufferCopies:
+    """The buffers of the modules: which they are, their metadata and their elements."""
+
+    def __init__(self, survey: _Survey) -> None:
+        self._survey = survey
+        self.versions = versions_of(survey.buffers)
+        # One call for all of a kind; most modules have many buffers of few numbers.
+        self._copies = concatenated(survey.flat_buffers)
+        self._odd = [capture(each, data=True) for each in survey.other_buffers]
+
+    def restore(self) -> None:
+        """Restore them after a step that was skipped. Autograd sees what forward has written."""
+        for members, before in self._survey.modules.members:
+            restore_container(members, before)
+        self._survey.metadata.restore(versions_of(self._survey.metadata.tensors))
+        self.restore_elements()
+
+    def restore_elements(self) -> None:
+        """Write the elements into the same tensors."""
+        for tensors, kept in self._survey.split(self._copies):
+            call_unseen(copy_all, tensors, list(kept))
+        for saved in self._odd:
+            saved.restore()
+
+
+class TrainingSnapshot:
+    """The training as it was when this was made."""
+
+    def __init__(self, training: TrainingState, survey: _Survey, *, parameters: bool) -> None:
+        self._training = training
+        self._survey = survey
+        self._modules = survey.modules.snapshot()
+        self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.optimizers}
+        self._others = Containers(map(vars, training.others), into=has_state)
+        self._versions = versions_of(survey.parameters)
+        self._requires_grad = [each.requires_grad for each in survey.all_parameters]
+        self._gradients = Gradients(survey.all_parameters, data=True)
+        self.has_gradients = bool(self._gradients.present)
+        self.buffers = BufferCopies(survey)
+        self._odd: list[Snapshot] = [
+            capture(each, data=parameters) for each in survey.other_parameters
+        ]
+        self._also = _undos_of(training.also)
+        self._copies: Elements | None = None
+        if parameters:
+            self.copy_parameters()
+        self._random = RNGState.capture()
+
+    def copy_parameters(self) -> None:
+        """Copy the parameters and the tensors of the optimizers' state, unless that was done."""
+        if self._copies is None:
+            written = [t for each in self._training.optimizers for t in state_tensors(each)]
+            self._copies = Elements([*self._survey.parameters, *written])
+
+    def parameters_moved(self) -> bool:
+        """Whether a parameter was written, by its version counter."""
+        return versions_of(self._survey.parameters) != self._versions
+
+    def written(self) -> bool:
+        """Whether parameters that were not copied were written, by their version counters."""
+        now = versions_of(self._survey.parameters)
+        return self._copies is None and any(
+            before != after and id(parameter) not in self._survey.copied
+            for parameter, before, after in zip(
+                self._survey.parameters, self._versions, now, strict=True
+            )
+        )
+
+    def restore(self) -> None:
+        """Restore everything; if a part fails, the others are restored all the same."""
+        for undo in self._undos():
+            try:
+                undo()
+            except Exception as error:  # noqa: BLE001  whatever it is
+                note_refused("torchguard could not restore a part of the training", error)
+
+    def _undos(self) -> Iterator[Callable[[], Any]]:
+        """Yield what restores each kind of state, in the order in which that has to happen."""
+        # Modules first: which tensor a name leads to has to be right before one is written.
+        yield self._modules.restore
+        for optimizer in self.optimizers.values():
+            yield optimizer.restore
+        yield self._others.restore
+        # Shapes and memory before elements: a copy goes into memory of the old size.
+        yield self._restore_metadata
+        yield self._gradients.restore
+        yield self.buffers.restore_elements
+        for saved in self._odd:
+            yield saved.restore
+        if self._copies is not None:
+            yield self._copies.restore
+        yield from self._also
+        # After the elements: a leaf that requires a gradient refuses to be written in place, and
+        # each write has moved a counter.
+        yield self._restore_flags
+        yield self._restore_versions
+        yield self._random.restore
+        # Autocast keeps its cast of a weight by the weight, whatever its version.
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
+        yield torch.clear_autocast_cache
+
+    def _restore_metadata(self) -> None:
+        self._survey.metadata.restore((*self._versions, *self.buffers.versions))
+
+    def _restore_flags(self) -> None:
+        self._modules.remove_hooks_of(self._survey.all_parameters)
+        for parameter, before in zip(self._survey.all_parameters, self._requires_grad, strict=True):
+            if parameter.requires_grad != before:
+                parameter.requires_grad_(before)
+
+    def _restore_versions(self) -> None:
+        restore_versions(self._survey.metadata.tensors, (*self._versions, *self.buffers.versions))
+
+
+def _undos_of(items: Sequence[Any]) -> list[Callable[[], Any]]:
+    """Copy what the user has named in ``also=``, and return what restores each.
+
+    Of modules the parameters; a snapshot copies their buffers with the others.
+    """
+    tensors: list[Tensor] = []
+    undos: list[Callable[[], Any]] = []
+    for each in items:
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, nn.Module):
+            tensors += each.parameters()
+        elif isinstance(each, torch.Generator):
+            undos.append(partial(each.set_state, each.get_state()))
+        else:
+            state = call_unseen(copy_of_tree, each.state_dict())
+            undos.append(partial(_load_if_changed, each, state))
+    return [Elements(tensors).restore, *undos] if tensors else undos
+
+
+def _load_if_changed(item: Any, before: Any) -> None:
+    """Load a state, unless the item has it: a sampler begins its next pass where it is loaded."""
+    with contextlib.suppress(Exception):  # what can't be compared is loaded
+        if call_unseen(same_state, item.state_dict(), before):
+            return
+    item.load_state_dict(before)
+
+
+# ---- modules ----
+
+
+def hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the dicts in which a module holds its hooks."""
+    attributes = vars(module)
+    return [attributes[name] for name in MODULE_HOOKS if name in attributes]
+
+
+def containers_of(module: nn.Module) -> list[Any]:
+    """Return the attributes of a module that are containers and are not PyTorch's own."""
+    own = set(map(id, (*members_of(module), not_saved(module), *hooks_of(module))))
+    return [
+        each
+        for each in vars(module).values()
+        if type(each) not in ATOMS and id(each) not in own and children(each) is not None
+    ]
+
+
+class Modules:
+    """Modules of which snapshots are taken again and again: what has not changed is copied once.
+
+    Children are not looked for: pass them too. What TorchScript keeps in C++ is left alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self.kinds = [type(each) for each in self.modules]
+        self.attributes: list[dict[str, Any]] = [vars(each) for each in self.modules]
+        # Parameters, buffers and children. Most of these dicts are empty.
+        structure = [members for each in self.modules for members in members_of(each)]
+        names = [not_saved(each) for each in self.modules]
+        self.members: list[tuple[Any, Any]] = [(each, each.copy()) for each in structure]
+        self.members += [(each, each.copy()) for each in names]
+        self._filled = [each for each in structure if each]
+        self._names = [(each, each.copy()) for each in names if each]
+        self._empty = [each for each in (*structure, *names) if not each]
+        self._filled_copies = list(map(dict.copy, self._filled))
+        self._same_members = comparison_of(
+            chain.from_iterable(map(dict.values, self._filled_copies))
+        )
+        self.hooks = [(each, hooks) for each in self.modules for hooks in hooks_of(each)]
+        self._hook_copies: list[dict[int, Any]] = []
+        self._with_hooks: list[tuple[dict[int, Any], int]] = []
+        self._hooks_registered = -1
+
+    def is_current(self) -> bool:
+        """Whether the modules have the same parameters, buffers and children as when this began."""
+        return (
+            self._same_members(self._filled, self._filled_copies)
+            and not any(self._empty)
+            and all(names == before for names, before in self._names)
+        )
+
+    def snapshot(self) -> ModulesSnapshot:
+        """Take a snapshot of classes, attributes, members and hooks."""
+        return ModulesSnapshot(self)
+
+    def hook_copies(self) -> list[dict[int, Any]]:
+        """Return copies of the dicts of hooks, the last ones if no hook came or went."""
+        # One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
+        registered = hooks_registered()
+        if registered != self._hooks_registered or any(
+            len(hooks) != length for hooks, length in self._with_hooks
+        ):
+            self._hooks_registered = registered
+            self._hook_copies = [dict(hooks) for _, hooks in self.hooks]
+            self._with_hooks = [(hooks, len(hooks)) for _, hooks in self.hooks if hooks]
+        return self._hook_copies
+
+
+class ModulesSnapshot:
+    """Modules as :meth:`Modules.snapshot` found them."""
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        # Copied each time: to compare them with the last copies takes twice as long.
+        self._attributes = list(map(dict.copy, modules.attributes))
+        self._hooks = modules.hook_copies()
+        self._hooks_registered = hooks_registered()
+
+    def restore(self, *, lazy: bool = True) -> None:
+        """Restore them in place; elements of tensors are not touched.
+
+        Without ``lazy``, a lazy module that has become another one stays it.
+        """
+        saved = self._modules
+        for members, before in saved.members:
+            restore_container(members, before)
+        became = set()
+        for module, kind, before in zip(saved.modules, saved.kinds, self._attributes, strict=True):
+            if type(module) is not kind:  # parametrize and lazy modules become another class
+                if lazy:
+                    module.__class__ = kind
+                else:
+                    became.add(id(module))
+            restore_container(vars(module), before)
+        for (module, hooks), registered in zip(saved.hooks, self._hooks, strict=True):
+            if id(module) not in became:  # it has taken away its hooks
+                restore_container(hooks, registered)
+
+    def remove_hooks_of(self, tensors: Iterable[Tensor]) -> None:
+        """Remove the hooks that tensors have got since the snapshot."""
+        for tensor in tensors:
+            remove_hooks_since(self._hooks_registered, tensor)
+
+
+def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Return how to find out whether dicts hold the very same values: quickly if it can be."""
+    kinds: set[Any] = set(map(type, values))
+    compared_by_identity = all(
+        kind is type(None) or issubclass(kind, Tensor) or kind.__eq__ is object.__eq__
+        for kind in kinds
+    )
+    return same_tensors if compared_by_identity else same_one_by_one
+
+
+# ---- optimizers ----
+
+_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
+
+
+def has_attributes(node: Any) -> bool:
+    """Whether an object is one of a library or the user, with attributes of its own."""
+    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
+
+
+def has_state(node: Any) -> bool:
+    """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py#L352
+    """
+    return has_attributes(node) and (
+        callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
+    )
+
+
+class OptimizerSnapshot:
+    """A snapshot of an optimizer's attributes, options and the keys and numbers of its state.
+
+    The tensors in its state are not copied: see :func:`state_tensors`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state = _state_of(optimizer)
+        groups = optimizer.param_groups
+        parameters = [group["params"] for group in groups]
+        options = [each for group in groups for each in group.values() if type(each) not in ATOMS]
+        # Among the attributes may be a logger: objects of another package are left alone.
+        package = type(optimizer).__module__.partition(".")[0]
+        self._containers = Containers(
+            [vars(optimizer), *options],
+            skip=[optimizer.state, groups, *parameters],
+            into=lambda node: (
+                has_state(node)
+                or (type(node).__module__.partition(".")[0] == package and has_attributes(node))
+            ),
+        )
+        self.attributes: dict[str, Any] = self._containers.copies[0][1]
+        held = (groups, *groups, *parameters)
+        self._containers.copies += [(each, each.copy()) for each in held]
+
+    def restore(self) -> None:
+        """Restore them in place."""
+        self._containers.restore()
+        self.state.restore()
+
+
+class _StateContainers(Containers):
+    """A snapshot of the dicts of an optimizer's state, and of the containers in them.
+
+    PyTorch's optimizers keep a dict of tensors and numbers for each parameter. Others keep a tensor
+    there, a number under a name, or lists and objects in the dict.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        state = optimizer.state
+        values = list(state.values())
+        self._entries = [each for each in values if isinstance(each, dict)]
+        self._entry_copies = list(map(dict.copy, self._entries))
+        # Optimizers that are not torch's may count steps in a number of Python, and two equal ones
+        # may be two objects; tensors are never compared by their elements.
+        self._same_values = comparison_of(chain.from_iterable(map(dict.values, self._entry_copies)))
+        inside = [*values, *chain.from_iterable(map(dict.values, self._entry_copies))]
+        # Tensors are copied with the parameters, in bulk; a dict of the state below.
+        super().__init__(
+            [each for each in inside if type(each) not in ATOMS and not isinstance(each, Tensor)],
+            skip=self._entries,
+            into=has_attributes,  # state_dict() copies it, whatever its class
+        )
+        is_nested = self.copies or self.tensors
+        self._is_plain = not is_nested and len(values) == len(self._entries)
+        self._state = state
+        self.copies.append((state, dict(state)))
+        self.copies += zip(self._entries, self._entry_copies, strict=True)
+
+    def are_current(self, optimizer: Optimizer) -> bool:
+        """Whether the dicts hold the very same tensors and numbers."""
+        return (
+            self._is_plain
+            and optimizer.state is self._state
+            and same_objects(list(optimizer.state.values()), self._entries)
+            and self._same_values(self._entries, self._entry_copies)
+        )
+
+
+_last_state: weakref.WeakKeyDictionary[Optimizer, _StateContainers] = weakref.WeakKeyDictionary()
+
+
+def _state_of(optimizer: Optimizer) -> _StateContainers:
+    """Return a snapshot of an optimizer's state; the last one if nothing was replaced."""
+    last = _last_state.get(optimizer)
+    if last is None or not last.are_current(optimizer):
+        last = _last_state[optimizer] = _StateContainers(optimizer)
+    return last
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
+    return [each for each in walk(optimizer.state.values()) if isinstance(each, Tensor)]

@@ -129,5 +129,6 @@ BENCHMARK = Benchmark(
     "checkpoint",
     "What do `save`, `load`, `load_state_dict` and sharded checkpoints cost over PyTorch's own?",
     run,
+    rounds=21,
     devices=("cpu",),
 )

@@ -216,7 +216,7 @@ BENCHMARK = Benchmark(
     "end_to_end",
     "How much longer does a whole step take, of training and of inference, with a guard on?",
     run,
-    rounds=51,
+    rounds=21,
     quick_rounds=2,
     tables=(STEPS,),
 )

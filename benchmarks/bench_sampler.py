@@ -16,15 +16,19 @@ The rules, as their documentation states them:
 
 from __future__ import annotations
 
+import ast
+import io
 import math
 import statistics
+import sysconfig
+import tokenize
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.bench_fit import lengths_of_kinds
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Row, Table
 from torchguard.bucketing.buckets import Buckets
@@ -39,6 +43,52 @@ Batches = list[Lengths]
 
 Rule = Callable[[Lengths, float, np.random.Generator], Batches]
 """Takes the lengths, and how many items or tokens make a batch."""
+
+
+def lengths_of_kinds(*, quick: bool) -> dict[str, Lengths]:
+    """Draw lengths of six kinds, and count those of two."""
+    random, number = np.random.default_rng(11), 4000 if quick else 40_000
+    short = random.integers(0, 2, number) == 0
+    kinds = {
+        "lognormal text": random.lognormal(5.5, 0.8, number).clip(1, 4096),
+        "RL bimodal": np.where(
+            short, random.normal(400, 120, number), random.normal(3900, 250, number)
+        ).clip(16, 4096),
+        "speech": (1600 * random.beta(4, 1.6, number)).clip(40, 1600),
+        "docstrings": random.lognormal(3.1, 1.2, number).clip(1, 1500),
+        "sentences": random.gamma(2.2, 11, number).clip(1, 250),
+        "Pareto": (64 * (1 + random.pareto(1.2, number))).clip(1, 16384),
+    }
+    drawn = {name: lengths.astype(np.int64) for name, lengths in kinds.items()}
+    return drawn if quick else drawn | real()
+
+
+def real() -> dict[str, Lengths]:
+    """Count the tokens of the standard library's docstrings and of its functions."""
+    docstrings, functions = [], []
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")]):
+        if "packages" in path.parts[-2]:
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+            tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        except (SyntaxError, UnicodeDecodeError, tokenize.TokenError):
+            continue
+        starts = np.array([token.start[0] for token in tokens])
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node)
+                if text and text.split():
+                    docstrings.append(len(text.split()))
+            if isinstance(node, ast.FunctionDef):
+                first, last = np.searchsorted(starts, [node.lineno, (node.end_lineno or 0) + 1])
+                functions.append(int(last - first))
+    return {
+        "real: docstrings": np.array(docstrings),
+        "real: functions": np.array([length for length in functions if length > 0]),
+    }
 
 
 def _cut(lengths: Lengths, items: int) -> Batches:

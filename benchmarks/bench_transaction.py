@@ -1,37 +1,60 @@
 """A training step within ``transaction`` against the plain loop.
 
-A state of ResNet-50's size (161 parameters, 159 buffers), so small that the step itself takes
-little; next to it a deep copy of both state dicts before each step, as people do today. What a
-failed step leaves behind is counted by the tests (``tests/transactions``).
+A decoder whose step does real work, and a state of ResNet-50's size (161 parameters, 159 buffers)
+whose step does next to none, so that the host's part shows; next to both a deep copy of the state
+dicts before each step, as people do today. The tests count what a failed step leaves behind.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import torchguard
-from benchmarks.harness import AddedTarget, Comparison, held_bytes, measure
-from benchmarks.models import resnet_sized
+from benchmarks.harness import AddedTarget, Comparison, Target, held_bytes, measure
+from benchmarks.models import Decoder, DecoderSize, resnet_sized
 from benchmarks.program import Benchmark, Results, Setting
 from benchmarks.tables import Table
 
-CHANNELS = 4
-AT_MOST = AddedTarget(200)
+CHANNELS, WORDS = 4, 1024
+TARGETS: dict[tuple[str, str], Target] = {
+    ("tiny", "fused"): AddedTarget(200),
+    ("decoder", "fused"): Target(1.02),
+    ("decoder", "foreach"): Target(1.12),
+}
+NETS = {
+    "decoder": "decoder of 0.93 million parameters, batch (8, 64)",
+    "tiny": "161 parameters, 159 buffers, next to no work",
+}
 KINDS = ("fused", "foreach")
-PLAIN_LOOP = "net(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()"
+PLAIN_LOOP = "loss(net).backward(); optimizer.step(); optimizer.zero_grad()"
 
 
-def trained(kind: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return such a network, and its AdamW of a kind."""
-    net = resnet_sized(CHANNELS, 1, 2).to(device)
+def trained(which: str, kind: str, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a network, and its AdamW of a kind."""
+    decoder = which == "decoder"
+    net: nn.Module = (
+        Decoder(DecoderSize(WORDS, 64, 128, 4, 4)) if decoder else resnet_sized(CHANNELS, 1, 2)
+    )
+    net.to(device)
     fused, foreach = (name == kind for name in KINDS)
     return net, torch.optim.AdamW(net.parameters(), fused=fused, foreach=foreach)
+
+
+def loss_of(which: str, device: str) -> Any:
+    """Return what takes a network and computes its loss, always of the same batch."""
+    if which == "tiny":
+        batch = torch.randn(2, CHANNELS, 1, 1, device=device)
+        return lambda net: net(batch).sum()
+    ids = torch.randint(WORDS, (8, 64), device=device)
+    return lambda net: functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
 
 
 def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -41,27 +64,26 @@ def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 def steps(device: str) -> Iterator[Comparison]:
     """Compare steps that succeed; the plain loop trains a network of its own."""
-    for name in KINDS:
-        for way in ("transaction", "deepcopy"):
-            net, optimizer = trained(name, device)
-            plain, plain_optimizer = trained(name, device)
-            batch = torch.randn(2, CHANNELS, 1, 1, device=device)
-            loop = {"net": net, "optimizer": optimizer, "batch": batch, "deep_copies": deep_copies}
-            loop |= {"plain": plain, "plain_optimizer": plain_optimizer}
-            before = PLAIN_LOOP.replace("net(", "plain(").replace("optimizer.", "plain_optimizer.")
-            if way == "transaction":
-                loop["step"] = torchguard.transaction(net, optimizer)
-                after = f"with step: {PLAIN_LOOP}"
-            else:
-                after = f"deep_copies(net, optimizer); {PLAIN_LOOP}"
-            target = AT_MOST if (way, name) == ("transaction", "fused") else None
-            what = f"{way}: 161 parameters, 159 buffers, AdamW({name}=True)"
-            yield Comparison(f"{way}-{name}", what, loop, before, after, target=target)
+    for which, name, way in itertools.product(NETS, KINDS, ("transaction", "deepcopy")):
+        net, optimizer = trained(which, name, device)
+        plain, plain_optimizer = trained(which, name, device)
+        loop = {"net": net, "optimizer": optimizer, "deep_copies": deep_copies}
+        loop |= {"plain": plain, "plain_optimizer": plain_optimizer}
+        loop["loss"] = loss_of(which, device)
+        before = PLAIN_LOOP.replace("(net)", "(plain)").replace("optimizer.", "plain_optimizer.")
+        if way == "transaction":
+            loop["step"] = torchguard.transaction(net, optimizer)
+            after = f"with step: {PLAIN_LOOP}"
+        else:
+            after = f"deep_copies(net, optimizer); {PLAIN_LOOP}"
+        target = TARGETS.get((which, name)) if way == "transaction" else None
+        what = f"{NETS[which]}, AdamW({name}=True), {way}"
+        yield Comparison(f"{which}-{way}-{name}", what, loop, before, after, target=target)
 
 
-def memory(name: str, device: str) -> dict[str, int]:
+def memory(which: str, name: str, device: str) -> dict[str, int]:
     """Count what a block holds when its optimizer has stepped, next to what a deep copy holds."""
-    net, optimizer = trained(name, device)
+    net, optimizer = trained(which, name, device)
     step = torchguard.transaction(net, optimizer)
     for _ in range(2):  # the second block finds the optimizer's state, and what is kept
         held = held_bytes(step.__enter__, device)
@@ -71,13 +93,20 @@ def memory(name: str, device: str) -> dict[str, int]:
         step.__exit__(None, None, None)
         optimizer.zero_grad()
     copied = held_bytes(lambda: deep_copies(net, optimizer), device)
-    return {"held": held, "deepcopy": copied, "buffers": sum(each.nbytes for each in net.buffers())}
+    weights, buffers = (sum(each.nbytes for each in of()) for of in (net.parameters, net.buffers))
+    return {"held": held, "deepcopy": copied, "parameters": weights, "buffers": buffers}
 
 
 def run(setting: Setting) -> Results:
     """Measure every row, and count the bytes."""
     device = setting.device
-    held = (({"what": f"AdamW({name}=True)"}, partial(memory, name, device)) for name in KINDS)
+    held = (
+        (
+            {"what": f"{NETS[which]}, AdamW({name}=True)", "id": f"{which}-{name}"},
+            partial(memory, which, name, device),
+        )
+        for which, name in itertools.product(NETS, KINDS)
+    )
     return {
         "rows": measure(steps(device), setting, block_seconds=0.2),
         "memory": setting.collect(held, "memory"),
@@ -92,6 +121,13 @@ BENCHMARK = Benchmark(
     tables=(
         Table(),
         Table(
+            {
+                "": "{what}",
+                "transaction": "{held:bytes}",
+                "a deep copy": "{deepcopy:bytes}",
+                "parameters": "{parameters:bytes}",
+                "buffers": "{buffers:bytes}",
+            },
             lead="Bytes of tensors that a block holds on the device when its optimizer has "
             "stepped.",
             rows="memory",

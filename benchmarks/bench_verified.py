@@ -124,7 +124,7 @@ BENCHMARK = Benchmark(
     "verified",
     "What does checking a compiled graph cost: the first call, its memory, every call after it?",
     run,
-    rounds=7,
+    rounds=5,
     quick_rounds=1,
     tables=(
         Table(

@@ -70,7 +70,7 @@ PIECES = (
     Piece("a", "cuda_tests", 105),
     Piece("b", "transaction", 45, ("--rounds", "9")),
     Piece("c", "resize", 35, ("--rounds", "15")),
-    Piece("c", "assign", 25, ("--rounds", "9", "--largest", "1e5")),
+    Piece("c", "assign", 25, ("--rounds", "9")),
     Piece("c", "verified", 35, ("--rounds", "1")),
     Piece("d", "end_to_end", 150, ("--rounds", "9")),
     Piece("e", "buckets", 70, (

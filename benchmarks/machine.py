@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime as dt
 import importlib.metadata
 import os
@@ -21,9 +20,6 @@ _QUERY = (
     "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw",
     "persistence_mode", "utilization.gpu",
 )  # fmt: skip
-
-# What mallopt(3) calls them: blocks got from the system one by one, and how much is kept.
-_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1
 
 
 def context(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -63,20 +59,6 @@ def gpu_facts() -> dict[str, str]:
         return {}
     values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
     return dict(zip(_QUERY, values, strict=False))
-
-
-def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed, as CUDA's allocator does; return whether it does.
-
-    It gives large blocks back to the system, and the next call then takes a page fault for each
-    4 KiB: several times the work itself, now and then, on whichever side it hits.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another libc, another system
-        return False
-    most = 2**31 - 1  # bytes; the value is a C int
-    return all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, most)])
 
 
 def _revision() -> str | None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu
+from benchmarks import costs, gpu
 from benchmarks.catalog import BENCHMARKS
 from benchmarks.machine import ROOT
 from benchmarks.program import MOST_LOAD, Benchmark, write_record
@@ -27,9 +28,8 @@ _HEAD = """\
 
 # Benchmarks
 
-What the guards cost, each figure from a committed record: a file that says when, with what, on
-which machine and by which command it was made. Yours will differ; the ratios less so. To measure
-on your own:
+Each figure is from a committed record, a file with its date, machine, versions and command. Yours
+will differ. The ratios differ less. To measure on your machine:
 
 ```bash
 python -m benchmarks list
@@ -37,13 +37,10 @@ python -m benchmarks run resize --json my-record.json
 ```
 
 On a machine with a GPU, `python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes
-every record that needs one, in the order of worth, and `python -m benchmarks report DIR` turns
-what it wrote into records and pages. It needs the checkout and torch's own packages, nothing
-installed; `--continue DIR` goes on where a call stopped, and `--rehearse` runs the same list on a
-CPU.
+every record that needs one, and `python -m benchmarks report DIR` turns its results into records
+and pages. `--continue DIR` continues a call that stopped. `--rehearse` runs the same list on a CPU.
 
-`--quick` shows that a benchmark runs and says nothing of how fast; no quick record is shown here.
-The command beside a record is that of its revision.
+[Costs](costs.md) has the figures that most readers look for.
 """
 
 
@@ -146,18 +143,23 @@ def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
 # --- figures of other pages: what stands between two marks
 
 
-def _as_a_section(record: Record) -> str:
-    tables = BENCHMARKS[record["benchmark"].removeprefix("bench_")].tables
-    return f"{_source(record)}\n\n{_tables(tables, record, 'cpu')}"
+def _whole(benchmark: str, newest_one: costs.Newest) -> str:
+    """Show the tables of a benchmark's newest record of a CPU, with their source."""
+    record = newest_one(benchmark, "cpu")
+    if record is None:
+        return f"Not measured yet: `python -m benchmarks run {benchmark}` makes the record."
+    return f"{_source(record)}\n\n{_tables(BENCHMARKS[benchmark].tables, record, 'cpu')}"
 
 
-FIGURES = (
-    ("README.md", "whole steps", "end_to_end"),
-    ("docs/process/resize.md", "costs", "resize"),
-    ("docs/compile/verified.md", "costs", "verified"),
-    ("docs/compile/bucketed.md", "stream", "buckets"),
+FIGURES: tuple[tuple[str, str, Callable[[costs.Newest], str]], ...] = (
+    ("README.md", "costs", partial(costs.table, costs.README)),
+    ("docs/project/costs.md", "costs", partial(costs.table, costs.COSTS)),
+    ("docs/project/costs.md", "whole steps", partial(_whole, "end_to_end")),
+    ("docs/process/resize.md", "costs", partial(costs.table, costs.RESIZE)),
+    ("docs/compile/verified.md", "costs", partial(costs.table, costs.VERIFIED)),
+    ("docs/compile/bucketed.md", "stream", partial(_whole, "buckets")),
 )
-"""A page, the mark in it, and the benchmark whose newest record of a CPU is shown there."""
+"""A page, the mark in it, and what makes the text there of the newest records."""
 
 
 def rewritten(page: str, mark: str, text: str) -> str:
@@ -170,13 +172,10 @@ def rewritten(page: str, mark: str, text: str) -> str:
 def _figures(records: list[Record], to: Path) -> dict[Path, str]:
     """Return each page whose figures are not those of the records, as it should be."""
     pages: dict[Path, str] = {}
-    for name, mark, benchmark in FIGURES:
-        record = newest(records, benchmark, "cpu")
+    for name, mark, text in FIGURES:
         if (to / name).exists():
             old = pages.get(Path(name)) or (to / name).read_text(encoding="utf-8")
-            missing = f"Not measured yet: `python -m benchmarks run {benchmark}` makes the record."
-            new = missing if record is None else _as_a_section(record)
-            pages[Path(name)] = rewritten(old, mark, new)
+            pages[Path(name)] = rewritten(old, mark, text(partial(newest, records)))
     return {name: text for name, text in pages.items() if text != (to / name).read_text("utf-8")}
 
 

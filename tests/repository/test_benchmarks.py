@@ -52,7 +52,7 @@ def test_the_committed_pages_say_what_the_records_say(capsys: pytest.CaptureFixt
     [
         (["run", "speed"], "no benchmark 'speed': there are end_to_end"),
         (["run", "--json", "all.json"], "--json all.json: several benchmarks need a folder"),
-        (["run", "fit", "--device", "cpu", "--rounds", "0"], "--rounds 0: expected 1 or more"),
+        (["run", "sampler", "--device", "cpu", "--rounds", "0"], "--rounds 0: expected 1 or more"),
         ([], "the following arguments are required: command"),
         (["gpu"], "one of the arguments --out --continue is required"),
         (["gpu", "--out", "{empty}", "--minutes", "0"], "--minutes 0: expected more than 0"),

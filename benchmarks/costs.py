@@ -1,0 +1,145 @@
+"""Which figure of which record says what a function costs: the rows of ``docs/project/costs.md``.
+
+The README and the pages of the functions show some of these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.bench_end_to_end import by_guard
+from benchmarks.tables import Row, filled, markdown, of_device
+
+Newest = Callable[[str, str], dict[str, Any] | None]
+"""Takes a benchmark and a device; returns its newest record, or None."""
+
+HEADER = ("", "PyTorch → with torchguard", "ratio", "memory")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A row: templates over the result of this id in a benchmark's newest record."""
+
+    what: str
+    benchmark: str
+    id: str
+    time: str = "{baseline_ns.median:time} → {guarded_ns.median:time}"
+    ratio: str = "{ratio.median:times}"
+    memory: str = ""
+    """Filled from the same result, or from that of ``memory_id`` in the part ``memory``."""
+
+    part: str = "rows"
+    memory_id: str = ""
+
+    def cells(self, newest: Newest, device: str) -> tuple[str, ...] | None:
+        """Return the row's cells; None if no record has it."""
+        record = newest(self.benchmark, device)
+        rows = [] if record is None else of_device(record, self.part, device)
+        if record is not None and self.benchmark == "end_to_end":
+            rows = [{**row, "id": row["guard"]} for row in by_guard(record, device)]
+        found = next((row for row in rows if row.get("id", row.get("what")) == self.id), None)
+        if record is None or found is None:
+            return None
+        memory: Any = found
+        if self.memory_id:
+            counted = of_device(record, "memory", device)
+            named = (row for row in counted if row.get("id", row["what"]) == self.memory_id)
+            memory = next(named, {})
+        return self.what, filled(self.time, found), filled(self.ratio, found), filled(
+            self.memory, memory
+        )  # fmt: skip
+
+
+_step = partial(
+    Cost, benchmark="transaction", memory="{held:bytes} of copies, parameters {parameters:bytes}"
+)
+FUSED = _step(
+    "a training step in `transaction`, AdamW fused",
+    id="decoder-transaction-fused", memory_id="decoder-fused",
+)  # fmt: skip
+FOREACH = _step(
+    "a training step in `transaction`, AdamW foreach",
+    id="decoder-transaction-foreach", memory_id="decoder-foreach",
+)  # fmt: skip
+FIRST_CALL = Cost(
+    "the first call of a `verified` transformer",
+    "verified",
+    "first-transformer",
+    time="{plain_seconds.median:.1f} → {checked_seconds.median:.1f} s",
+    memory="peak {memory_ratio.median:times}",
+    part="first_calls",
+)
+LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
+ALL_GUARDS = Cost(
+    'the worst of twelve whole steps, `install("all")`',
+    "end_to_end", "all", time="", ratio="{worst:.2f} times",
+)  # fmt: skip
+
+RESIZE = (
+    Cost("`safe_resize_`, the same size", "resize", "same-size-helper"),
+    Cost("`safe_resize_`, growing by 1 MB", "resize", "grow-1mb"),
+    Cost('`resize_`, the same size, `install("resize")`', "resize", "same-size-install"),
+    Cost('`torch.add` without `out=`, `install("out")`', "resize", "add-without-out"),
+    Cost('`torch.add` with `out=`, `install("out")`', "resize", "add-with-out"),
+    Cost("entering and leaving `guarded()`", "resize", "guarded-enter"),
+    Cost("`rollback_on_error(a)`, 10 elements", "resize", "rollback-small"),
+    Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="1 MB"),
+)
+VERIFIED = (FIRST_CALL, LATER_CALL)
+COSTS = (
+    FUSED,
+    FOREACH,
+    Cost("`save` of 1 GB", "checkpoint", "save-1024MB"),
+    Cost("`save` of 1 GB, `fsync=True`", "checkpoint", "save-1024MB-fsync"),
+    Cost("`load` of 1 GB, checksums compared", "checkpoint", "load-1024MB"),
+    Cost("`load_state_dict` of ResNet-50", "checkpoint", "load_state_dict-resnet-50"),
+    Cost("`checkpoint_folder`, 1 GB sharded", "checkpoint", "save-shards"),
+    *VERIFIED,
+    Cost("a call of `bucketed`, padded, 8 buckets", "buckets", "padded-8", part="overhead"),
+    Cost("`sliced_assign` of a slice", "assign", "slice, 100,000 elements, eager, forward"),
+    Cost("the same, compiled", "assign", "slice, 100,000 elements, compiled, forward"),
+    Cost(
+        'a step of a checkpointed transformer, `install("recompute")`', "recompute",
+        "transformer-guard", memory="{held:bytes}", memory_id="transformer",
+    ),
+    *RESIZE,
+    Cost('`x.add_(y)` of 10 elements, `install("overlap")`', "resize", "overlap-x.add_(y)"),
+    Cost(
+        '`embedding` of 16,384 ids, `install("checks")`', "resize",
+        "checks-embedding, 16,384 ids, 768 columns",
+    ),
+    Cost(
+        "`import torchguard` after `import torch`", "import", "import torchguard",
+        time="{clock_ms.median:.1f} ms", ratio="",
+    ),
+    ALL_GUARDS,
+)  # fmt: skip
+"""The page's rows, in its order."""
+
+README = (FUSED, FOREACH, LATER_CALL, ALL_GUARDS)
+
+
+def table(costs: Iterable[Cost], newest: Newest) -> str:
+    """Lay the rows out, on a CPU and, if a record has them, on a GPU."""
+    chosen = [*costs]
+    here = [cost.cells(newest, "cpu") or (cost.what, "not measured yet", "", "") for cost in chosen]
+    there = [cells for cost in chosen if (cells := cost.cells(newest, "cuda")) is not None]
+    records = [newest(cost.benchmark, device) for cost in chosen for device in ("cpu", "cuda")]
+    made = dict.fromkeys(_made(record) for record in records if record is not None)
+    parts = [
+        markdown(HEADER, here),
+        f"On a GPU:\n\n{markdown(HEADER, there)}" if there else "Not tested on a GPU yet.",
+        f"Medians, measured {'; '.join(made)}." if made else "",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def _made(record: Row) -> str:
+    versions, hardware = record["versions"], record["hardware"]
+    return (
+        f"on {record['date'][:10]} with PyTorch {versions['torch']} on {hardware['cores']} cores "
+        f"of an {hardware['cpu']}, revision `{record['revision']}`"
+    )

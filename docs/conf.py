@@ -11,6 +11,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import torchguard
+from torchguard.cli import DOCUMENTATION
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = re.findall(
@@ -37,7 +38,7 @@ myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
 html_title = "torchguard"
-html_baseurl = ""
+html_baseurl = DOCUMENTATION
 html_copy_source = False
 html_theme_options: dict[str, Any] = {
     "source_repository": f"{REPOSITORY}/",
@@ -50,7 +51,7 @@ autodoc_typehints = "none"  # signatures show them; a second list would only rep
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_custom_sections = ["Guards", "Upstream"]
+napoleon_custom_sections = ["Cost", "Guards", "Upstream"]
 
 _INVENTORIES = {
     "python": "https://docs.python.org/3",
@@ -80,10 +81,20 @@ nitpick_ignore_regex = [
 ]
 
 
+def _leave_out(_app: Sphinx, _kind: str, name: str, member: object, *_: Any) -> bool | None:
+    """Leave out the constructors of returned objects, and methods that trainers and torch call."""
+    owner = getattr(member, "__qualname__", "").partition(".")[0]
+    hidden = name == "forward" or name.startswith("on_")
+    made_by_us = name in {"__init__", "__new__"} and owner not in torchguard.__all__
+    return hidden or made_by_us or None
+
+
 def setup(app: Sphinx) -> None:
-    """Let autodoc find the public names; Sphinx calls this."""
-    del app
+    """Let autodoc find the public names and what it shows of them; Sphinx calls this."""
+    app.connect("autodoc-skip-member", _leave_out)
     # They are imported when they are first used (PEP 562), so that vars() lacks them until then.
     for name in (*torchguard._HOME, "errors"):  # type: ignore[attr-defined]
-        getattr(torchguard, name)
+        found = getattr(torchguard, name)
+        if isinstance(found, type):  # the texts of its fields are read from the file it is in
+            found.__module__ = f"torchguard.{torchguard._HOME[name]}"  # type: ignore[attr-defined]
     importlib.import_module("torchguard.errors")

@@ -19,8 +19,8 @@ _COMMANDS = {
 }
 
 _EXAMPLES = f"""examples:
-  python -m torchguard demo                           bare torch beside guarded, five times
-  python -m torchguard doctor                         what this torch has: some minutes
+  python -m torchguard demo                           PyTorch next to torchguard, five times
+  python -m torchguard doctor                         known defects of your PyTorch: some minutes
   python -m torchguard doctor --only resize-locked    one defect, by its id
   python -m torchguard run --guards resize,out train.py --epochs 3
   python -m torchguard plan lengths.npy --buckets 8
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="python -m torchguard",
-        description="Checks what torch.compile compiled, and undoes what failed.",
+        description="Verifies compiled graphs against eager, and rolls back steps that fail.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

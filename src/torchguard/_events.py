@@ -48,7 +48,17 @@ logger = logging.getLogger("torchguard")
 @public
 @dataclass(frozen=True)
 class Event:
-    """One thing that a guard did at one line of your program, with how often it did it."""
+    """One thing that a guard did at one line of your program, with how often it did it.
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> try:
+        ...     torchguard.safe_resize_(torch.from_numpy(np.zeros(4)), 5, 5)
+        ... except RuntimeError:
+        ...     event = torchguard.events()[-1]
+        >>> event.kind, event.guard
+        ('rolled_back', 'resize')
+    """
 
     kind: Kind
     """What happened, such as ``"rolled_back"``."""
@@ -160,6 +170,9 @@ def events() -> tuple[Event, ...]:
     The same events are records of ``logging.getLogger("torchguard")``: ``WARNING`` the first time
     at a line, ``DEBUG`` after that. Each record has the event as its attribute ``torchguard``.
     torchguard installs no handler and changes no level.
+
+    Cost:
+        Nothing until a guard does something.
 
     Example:
         >>> import numpy as np, torch, torchguard

@@ -71,6 +71,21 @@ def replicas_agree(
             groups of ranks that hold the same, and how many tensors differ.
 
     Upstream: https://github.com/pytorch/pytorch/issues/104336
+
+    Cost:
+        The compared tensors are hashed, and two integers are all-reduced for each group of ranks.
+
+    Example:
+        >>> import torch, torch.distributed as dist, torchguard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> agree = torchguard.replicas_agree(model, optimizer)
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> agree.gradients()  # raises on all ranks if they differ
+        >>> optimizer.step()
+        >>> agree()
+        >>> dist.destroy_process_group()
     """
     if every < 1:
         raise ValueError(f"replicas_agree: every is {every}, expected 1 or more")
@@ -108,7 +123,15 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 class Replicas:
-    """What :func:`replicas_agree` returns."""
+    """What :func:`replicas_agree` returns.
+
+    Example:
+        >>> import torch, torch.distributed as dist, torchguard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> agree = torchguard.replicas_agree(torch.nn.Linear(2, 1), every=10)
+        >>> agree()  # raises a ReplicasDisagreeError on all ranks if they differ
+        >>> dist.destroy_process_group()
+    """
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchguard.cli import demo
+from torchguard.cli import DOCUMENTATION, demo
 
 pytestmark = pytest.mark.slow
 
@@ -33,15 +33,15 @@ def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(
 ) -> None:
     act = shown[0].split("\n\n")[number].splitlines()
     assert act[0].startswith(f"{number + 1}. ")
-    assert act[2].startswith("   LOST  bare torch: ")
+    assert act[2].startswith("   LOST  PyTorch: ")
     assert act[3].startswith(f"   kept  {demo._ACTS[number].guard}: ")
-    assert act[-1].endswith(f"/docs/{demo._ACTS[number].page}")
-    assert (ROOT / "docs" / demo._ACTS[number].page).exists()
+    assert act[-1].endswith(f" {DOCUMENTATION}{demo._ACTS[number].page}")
+    assert (ROOT / "docs" / demo._ACTS[number].page).with_suffix(".md").exists()
 
 
 def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> None:
     text, picture = shown
-    assert text.splitlines()[-1].startswith("Lost: 5 of 5 on bare torch, ")
+    assert text.splitlines()[-1].startswith("Lost: 5 of 5 in PyTorch, ")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"the losses: {picture}" in text
 

@@ -8,6 +8,7 @@ import contextlib
 import doctest
 import functools
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -16,14 +17,15 @@ import shlex
 import symtable
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
-import torch
 
 import torchguard
 from support.document import blocks, faults
 from torchguard.__main__ import main
+from torchguard.cli import DOCUMENTATION
 from torchguard.patching.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,6 +34,7 @@ REPOSITORY = re.findall(
     r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
 )[0]
 FILES = f"{REPOSITORY}/blob/main/"
+SITE = DOCUMENTATION
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -180,10 +183,13 @@ def _broken_links(page: Path, text: str) -> list[str]:
     broken = []
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        inside = target.startswith(FILES)
+        on_site = target.startswith(SITE)
+        inside = target.startswith(FILES) or on_site
         if target.startswith("https://") and not inside:
             continue
-        path, _, anchor = target.removeprefix(FILES).partition("#")
+        path, _, anchor = target.removeprefix(FILES).removeprefix(SITE).partition("#")
+        if on_site:  # each page of the site is written from a file
+            path = f"docs/{path.removesuffix('.html') or 'index'}.md"
         folder = ROOT if inside else page.parent
         file = folder / unquote(path) if path else page
         if not file.exists() or (anchor and anchor not in _anchors(file)):
@@ -205,6 +211,8 @@ def test_links() -> None:
     text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/faq.md#none) [h]({FILES}docs/faq.md)"
     wrong = ["docs/none.md", "none.png", "docs/faq.md#none"]
     wrong += [f"{FILES}docs/none.md", f"{FILES}docs/faq.md#none"]
+    text += f" [i]({SITE}none.html) [j]({SITE}faq.html#none) [k]({SITE}faq.html) [l]({SITE})"
+    wrong += [f"{SITE}none.html", f"{SITE}faq.html#none"]
     assert _broken_links(ROOT / "README.md", text) == wrong
 
 
@@ -213,6 +221,14 @@ def test_absolute_links() -> None:
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
         targets = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text(encoding="utf-8"))
         assert [target for target in targets if not target.startswith("https://")] == []
+
+
+def test_address_of_the_site() -> None:
+    """The package index, the command line and the repository lead to one site."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'Documentation = "{SITE}"' in project
+    owner, name = REPOSITORY.split("/")[-2:]
+    assert f"https://{owner}.github.io/{name}/" == SITE
 
 
 def test_repository() -> None:
@@ -229,27 +245,75 @@ def test_repository() -> None:
     assert other == []
 
 
+def _examples(module: ModuleType) -> list[doctest.DocTest]:
+    """Return the examples of a module, without those of public names."""
+    begins = len(module.__name__) + 1
+    return [
+        test
+        for test in doctest.DocTestFinder().find(module)
+        if test.name[begins:].partition(".")[0] not in PUBLIC
+    ]
+
+
 def test_docstrings() -> None:
-    """The examples in docstrings do what they say."""
+    """The examples in docstrings of private functions do what they say."""
     # Not the integrations: they import what they are for, and Lightning replaces torch.compile.
     modules = [
         importlib.import_module(each.name)
         for each in pkgutil.walk_packages(torchguard.__path__, "torchguard.")
         if each.name != "torchguard.__main__" and "integrations." not in each.name
     ]
-    results = {module.__name__: doctest.testmod(module) for module in modules}
-    # doctest takes an object whose __module__ is another one for imported, so not the public ones.
-    for name in torchguard.__all__:
-        found = getattr(torchguard, name)
-        names = {"torch": torch, "torchguard": torchguard}
-        runner = doctest.DocTestRunner()
-        for test in doctest.DocTestFinder().find(found, name, module=False, globs=names):
+    runner = doctest.DocTestRunner()
+    for module in modules:
+        for test in _examples(module):
             runner.run(test)
-        results[name] = runner.summarize(verbose=False)
-    assert [name for name, result in results.items() if result.failed] == []
-    # Some that have examples today: were they not found, this test would pass for no reason.
-    for name in ("guarded", "rollback_on_error", "checkpoint_folder", "torchguard._pytree"):
-        assert results[name].attempted, name
+    assert runner.summarize(verbose=False).failed == 0
+    assert runner.tries
+
+
+# What a user imports and can call; the exceptions have their table on a page.
+PUBLIC = {
+    name
+    for name in torchguard._HOME  # type: ignore[attr-defined]
+    if not (isinstance(found := getattr(torchguard, name), type) and issubclass(found, Exception))
+}
+_LATER = {
+    name
+    for name, home in torchguard._HOME.items()  # type: ignore[attr-defined]
+    if home.startswith(("bucketing", "transactions", "verification.decorator"))
+}
+_SLOW = {"doctor", "DoctorReport", "load_sharded", "verified", "verification_report"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW))
+        for name in sorted(PUBLIC - _LATER)
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_example(name: str) -> None:
+    """Each public function and class has an example that does what it says."""
+    found = getattr(torchguard, name)
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder(recurse=False).find(found, name, module=False, globs={}):
+        runner.run(test)
+    done = runner.summarize(verbose=False)
+    assert done.attempted
+    assert not done.failed
+
+
+def test_sections_of_docstrings() -> None:
+    """A public function says what its arguments are, what it costs, and shows an example."""
+    missing = []
+    for name in sorted(PUBLIC & {*torchguard.__all__} - _LATER):
+        found = getattr(torchguard, name)
+        text = inspect.getdoc(found) or ""
+        needed = ["Cost:", "Example:"]
+        needed += ["Args:"] if inspect.signature(found).parameters else []
+        missing += [f"{name}: {section}" for section in needed if f"\n{section}\n" not in text]
+    assert missing == []
 
 
 def test_public_names() -> None:
@@ -265,13 +329,16 @@ def test_reference() -> None:
     pages = [ROOT / "docs" / "reference" / name for name in ("api.md", "errors.md")]
     page = "".join(each.read_text(encoding="utf-8") for each in pages)
     listed = re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE)
+    callbacks = {name for name in listed if name.startswith("torchguard.integrations.")}
+    assert len(callbacks) == 2  # one name in two modules
+    listed = [name for name in listed if name not in callbacks]
     returned = {name for names in torchguard._RETURNED.values() for name in names}  # type: ignore[attr-defined]
     errors = {
         f"errors.{name}" for name in vars(torchguard.errors) if name.endswith(("Error", "Warning"))
     }
     names = {path.removeprefix("torchguard.") for path in listed}
     assert len(names) == len(listed)
-    assert {*torchguard.__all__} - names == {"__version__"}
+    assert {*torchguard.__all__, *returned} - names == {"__version__"}
     assert names - {*torchguard.__all__} <= returned | errors
     assert {name.rpartition(".")[2] for name in errors} <= {n.rpartition(".")[2] for n in names}
 

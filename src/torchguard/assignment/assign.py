@@ -52,6 +52,9 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
 
     Upstream: https://github.com/pytorch/pytorch/issues/169179
 
+    Cost:
+        A copy of ``t``, as ``t.clone()`` makes it.
+
     Example:
         >>> import torch, torchguard
         >>> torchguard.sliced_assign(torch.zeros(2, 3), (slice(None), [0, 2]), 1.0)
@@ -98,6 +101,15 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
             raises, with the index and the shapes in front of its message.
 
     Upstream: https://github.com/pytorch/pytorch/issues/169179
+
+    Cost:
+        As the assignment: nothing is copied.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import sliced_assign_
+        >>> sliced_assign_(torch.zeros(3), 1, 5.0)
+        tensor([0., 5., 0.])
     """
     try:
         whole = _static(t, index, value) if has_own_dispatch(t) else None

@@ -77,6 +77,10 @@ def checkpoint_folder(
             folder, or ``path`` is such a folder (``step-10``) already.
         ValueError: ``keep`` is below 1.
 
+    Cost:
+        The free space of one more checkpoint. With ``group``, one rank reads each file once for its
+        hash.
+
     Example:
         >>> import tempfile, pathlib, torch, torchguard
         >>> path = pathlib.Path(tempfile.mkdtemp(), "checkpoint")

@@ -64,6 +64,22 @@ def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
         IsADirectoryError: the path is that of a folder; names the files in it.
 
     Upstream: https://github.com/pytorch/pytorch/issues/31620
+
+    Cost:
+        The file is read once more than by ``torch.load``, unless ``check=False``.
+
+    Example:
+        >>> import pathlib, tempfile, torch, torchguard
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "model.pt")
+        >>> torchguard.save({"weight": torch.ones(2)}, path)
+        >>> torchguard.load(path)
+        {'weight': tensor([1., 1.])}
+        >>> _ = path.write_bytes(path.read_bytes()[:-100])  # as if the writer had died
+        >>> try:
+        ...     torchguard.load(path)
+        ... except torchguard.DamagedFileError:
+        ...     print("not whole")
+        not whole
     """
     return guard_load(patch.original("torch.load"), check)(f, *args, **options)
 
@@ -248,6 +264,20 @@ def load_state_dict(
         ValueError: an optimizer's state has tensors of another shape than its parameters (torch
             accepts them, and a fused ``step()`` then writes past their end), or both have names,
             and they are not the same.
+
+    Cost:
+        Names and shapes are compared first. Tensors are copied only for modules with load hooks.
+
+    Example:
+        >>> import torch, torchguard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> weight = model.weight.clone()
+        >>> state = {"weight": torch.zeros(1, 2), "bias": torch.zeros(9)}  # the bias does not fit
+        >>> try:
+        ...     torchguard.load_state_dict(model, state)
+        ... except RuntimeError:
+        ...     print(torch.equal(model.weight, weight))
+        True
     """
     if isinstance(target, torch.nn.Module):
         load = functools.partial(target.load_state_dict, state, strict=strict, assign=assign)

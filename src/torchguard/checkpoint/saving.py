@@ -58,6 +58,9 @@ def save(
     Upstream: https://github.com/pytorch/pytorch/issues/2883,
     https://github.com/pytorch/pytorch/issues/144657
 
+    Cost:
+        The free space of one more file, and with ``fsync`` the time of the disk.
+
     Example:
         >>> import tempfile, torch, torchguard
         >>> path = tempfile.mkdtemp() + "/model.pt"

@@ -68,6 +68,19 @@ def load_sharded(
 
     Upstream: https://github.com/pytorch/pytorch/issues/187138,
     https://github.com/pytorch/pytorch/issues/126881
+
+    Cost:
+        Each file is read twice. Host memory holds one item more, at most the largest file.
+
+    Example:
+        >>> import tempfile, torch, torchguard
+        >>> import torch.distributed.checkpoint as dcp
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = dcp.save({"weight": torch.ones(2)}, checkpoint_id=folder)  # on one rank or many
+        >>> state = {"weight": torch.zeros(2)}
+        >>> torchguard.load_sharded(state, folder)
+        >>> state
+        {'weight': tensor([1., 1.])}
     """
     options = {"process_group": None if group is True else group}
     allowed = {"extra": extra, "cast": cast, "partial": partial}

@@ -33,7 +33,15 @@ Read = Callable[[int], object]
 
 @dataclass(frozen=True)
 class CheckpointCheck:
-    """What :func:`verify_checkpoint` has found; true where nothing is wrong."""
+    """What :func:`verify_checkpoint` has found; true where nothing is wrong.
+
+    Example:
+        >>> import tempfile, torch, torchguard
+        >>> path = tempfile.mkdtemp() + "/model.pt"
+        >>> torchguard.save(torch.ones(2), path)
+        >>> bool(torchguard.verify_checkpoint(path))
+        True
+    """
 
     path: str
     faults: tuple[str, ...]
@@ -77,6 +85,9 @@ def verify_checkpoint(
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
+
+    Cost:
+        Each file is read once.
 
     Example:
         >>> import tempfile, torch, torchguard

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-DOCUMENTATION = "https://github.com/torchguard/torchguard/tree/main/docs"
+DOCUMENTATION = "https://torchguard.github.io/torchguard/"
 
 
 def _positive(text: str, *, kind: Callable[[str], float], expected: str) -> float:

@@ -1,4 +1,4 @@
-"""``python -m torchguard demo``: five failures, bare torch beside guarded."""
+"""``python -m torchguard demo``: five failures, in PyTorch and with torchguard."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class _Act(NamedTuple):
 _ACTS = (
     _Act("resize", "a resize that fails",
          "t = torch.from_numpy(np.zeros(4, np.float32)); t.resize_(5, 5)  # raises",
-         'torchguard.install("resize")', "process/resize.md"),
+         'torchguard.install("resize")', "process/resize.html"),
     _Act("overlap", "an operation that reads what it writes",
          "x = torch.tensor([[1., 2., 3.], [4., 5., 6.]]); x -= x[:, :1]",
-         'torchguard.install("overlap")', "process/overlap.md"),
+         'torchguard.install("overlap")', "process/overlap.html"),
     _Act("compiled", "a function that is compiled wrong",
          "counts[0] = 1; before = counts.clone(); counts[1] = 2; return before",
-         "torchguard.verified()", "compile/verified.md"),
+         "torchguard.verified()", "compile/verified.html"),
     _Act("training", "training steps that run out of memory and are run again",
          "for step 5, 17, 29, 41 and 53, in the middle of its gradients",
-         "torchguard.transaction(model, optimizer)", "training/transaction.md"),
+         "torchguard.transaction(model, optimizer)", "training/transaction.html"),
     _Act("save", "a kill in the middle of a save",
          "torch.save(step_2, path)  # over step 1",
-         "torchguard.save(step_2, path)", "training/checkpoints.md"),
+         "torchguard.save(step_2, path)", "training/checkpoints.html"),
 )  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command ``demo``."""
     parser = commands.add_parser(
         "demo",
-        help="show five failures, on bare torch and guarded",
-        description="Run five programs that fail, on bare torch and guarded, each in a process of "
-        "its own, and show what was lost: within a minute, or two if the compiler's cache is "
-        "empty. With matplotlib the losses of the fourth are drawn.",
+        help="show five failures, in PyTorch and with torchguard",
+        description="Run five programs that fail, in PyTorch and with torchguard, each in a "
+        "process of its own, and show what was lost: within a minute, or two if the compiler's "
+        "cache is empty. With matplotlib the losses of the fourth are drawn.",
         epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",
     )
     parser.add_argument(
@@ -69,15 +69,15 @@ def _main(options: argparse.Namespace) -> int:
                 for way, process in processes.items():
                     failed, text, curves[way] = _ended(process)
                     lost[way] += failed
-                    label = act.guard if way == "guarded" else "bare torch"
+                    label = act.guard if way == "guarded" else "PyTorch"
                     write(f"   {'LOST' if failed else 'kept'}  {label}: {text}\n")
             if all(curves.values()):
                 write(f"   {_drawn(curves, options.picture)}\n")
-            write(f"   read on: {DOCUMENTATION.replace('tree', 'blob')}/{act.page}\n\n")
+            write(f"   page: {DOCUMENTATION}{act.page}\n\n")
     except KeyboardInterrupt:
         return interrupted("demo")
     write(
-        f"Lost: {lost['bare']} of {len(_ACTS)} on bare torch, {lost['guarded']} with torchguard. "
+        f"Lost: {lost['bare']} of {len(_ACTS)} in PyTorch, {lost['guarded']} with torchguard. "
         "What else your torch has: python -m torchguard doctor\n"
     )
     return 1 if lost["guarded"] else 0
@@ -99,7 +99,7 @@ def _ended(process: subprocess.Popen[str]) -> tuple[bool, str, list[float]]:
 
 
 def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
-    """Draw the losses without a failure, on bare torch, and guarded; say where they are."""
+    """Draw the losses without a failure, in PyTorch, and with torchguard; say where they are."""
     if importlib.util.find_spec("matplotlib") is None:
         return "for a picture of the losses: pip install matplotlib"
     import matplotlib as mpl  # noqa: PLC0415 - optional

@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "doctor",
         help="show which defects this torch has and whether the guards close them",
-        description="Run the probe of every known defect in a process of its own, on bare torch\n"
+        description="Run the probe of every known defect in a process of its own, in PyTorch\n"
         "and with the guards; print a line for each. It takes minutes; one id takes seconds.",
         epilog="examples:\n  python -m torchguard doctor --only resize-locked\n"
         "  python -m torchguard doctor --family memory --json > report.json\n\n"

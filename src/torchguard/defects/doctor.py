@@ -77,7 +77,14 @@ class Environment:
 @public
 @dataclass(frozen=True)
 class DoctorReport:
-    """What :func:`torchguard.doctor` found: a row for each defect, in the order of the catalog."""
+    """What :func:`torchguard.doctor` found: a row for each defect, in the order of the catalog.
+
+    Example:
+        >>> import torchguard
+        >>> report = torchguard.doctor(only=["index-partial"])
+        >>> [row.id for row in report.failed], report.exit_status
+        ([], 0)
+    """
 
     rows: tuple[Row, ...]
     environment: Environment
@@ -162,6 +169,14 @@ def doctor(
         ValueError: if ``only`` or ``family`` names something that does not exist, or
             ``jobs`` or ``timeout`` is not positive.
 
+    Cost:
+        Some minutes for all defects, some seconds for one.
+
+    Example:
+        >>> import torchguard
+        >>> report = torchguard.doctor(only=["index-partial"])
+        >>> report.rows[0].guarded.status
+        'closed'
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"expected jobs of 1 or more, got {jobs}")

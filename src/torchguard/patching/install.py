@@ -38,7 +38,15 @@ _left_out: dict[str, str] = {}
 @public
 @dataclass(eq=False)
 class Installation:
-    """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement."""
+    """What :func:`install` did; call :meth:`uninstall`, or use it in a ``with`` statement.
+
+    Example:
+        >>> import torchguard
+        >>> installation = torchguard.install("resize")
+        >>> installation.names, installation.skipped
+        (('resize',), {})
+        >>> installation.uninstall()
+    """
 
     names: tuple[str, ...]
     """The guards this installation holds."""
@@ -127,8 +135,6 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     the program first calls ``torch.compile``. If PyTorch is newer than the versions that
     torchguard is tested with, a warning says so once.
 
-    Cost: microseconds for each call of a replaced function, and nothing for others.
-
     Args:
         *names: which guards; none for ``"resize"``.
         only_if_needed: try each defect first, and skip a guard whose defect this
@@ -146,6 +152,15 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/169179,
     https://github.com/pytorch/pytorch/issues/180164
+
+    Cost:
+        Microseconds for each call of a replaced function, and nothing for other functions.
+
+    Example:
+        >>> import torch, torchguard
+        >>> with torchguard.install("resize", "out") as installation:
+        ...     print(torchguard.installed(), installation.skipped)
+        ('resize', 'out') {}
     """
     wanted = known(names, "install") or known(chosen(), CHOICE) or _DEFAULT
     if is_off():
@@ -177,13 +192,26 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 def uninstall(*names: GuardName) -> None:
     """Remove guards, however often they were installed; without names all of them.
 
-    Every attribute of torch is then the very object it was before, or absent
-    if it was absent. Guards that are not installed are passed over. A guard whose scope is open
-    (:func:`guarded`) stays until the scope has ended and this is called again.
+    Every attribute of torch is the object that it was before :func:`install`. Guards that are
+    not installed are ignored. If a scope of a guard is open (:func:`guarded`), the guard stays
+    until you call this again after the scope.
+
+    Args:
+        *names: which guards; without names, all of them.
 
     Raises:
         ValueError: there is no guard of that name.
         PatchConflictError: other code has patched on top; nothing is changed then.
+
+    Cost:
+        Milliseconds, once.
+
+    Example:
+        >>> import torchguard
+        >>> installation = torchguard.install("resize")
+        >>> torchguard.uninstall()
+        >>> torchguard.installed()
+        ()
     """
     wanted = known(names, "uninstall") or tuple(GUARDS)
 
@@ -200,9 +228,17 @@ def uninstall(*names: GuardName) -> None:
 def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, by :func:`install` or in a scope that is open.
 
-    It compares what stands in torch now, not a flag: a guard that other code has patched over, or
-    whose function other code has restored, is not in force. A guard of Dynamo that waits until
-    Dynamo is imported is. ``if "out" in torchguard.installed():``
+    The attributes of torch are compared as they are now. If other code has patched a function
+    after the guard, or restored it, the guard is left out. A guard of Dynamo that waits until the
+    program imports Dynamo is in the tuple.
+
+    Cost:
+        The attributes of the guards in force are compared.
+
+    Example:
+        >>> import torchguard
+        >>> "out" in torchguard.installed()
+        False
     """
     with patch.lock:
         names = dict.fromkeys((*_installed, *(name for name in GUARDS if _scopes[name])))

@@ -126,6 +126,9 @@ def guarded(*names: GuardName) -> Guarded:
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/197554
 
+    Cost:
+        As :func:`install`, while the scope is open. Entering a scope costs microseconds.
+
     Example:
         >>> import numpy as np, torch, torchguard
         >>> out = torch.from_numpy(np.empty(0, dtype=np.float32))

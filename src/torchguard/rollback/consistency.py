@@ -35,9 +35,9 @@ def is_consistent(tensor: torch.Tensor) -> bool:
 def check_consistent(obj: object) -> None:
     """Raise if any tensor in ``obj`` has a shape its storage can't back.
 
-    ``obj`` is a tensor, a module (parameters, buffers and their gradients), an
-    optimizer (parameters and state), or dicts, lists, tuples and data classes of
-    these, nested as you like. Reads metadata only, never data.
+    Args:
+        obj: a tensor, a module (parameters, buffers and their gradients), an optimizer (parameters
+            and state), or dicts, lists, tuples and data classes of these, nested as you like.
 
     Raises:
         InconsistentTensorError: names the first such tensor by its path
@@ -47,6 +47,22 @@ def check_consistent(obj: object) -> None:
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298,
     https://github.com/pytorch/pytorch/issues/171676
+
+    Cost:
+        The metadata of each tensor is read, and no element.
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> t = torch.from_numpy(np.zeros(4))
+        >>> try:
+        ...     t.resize_(5, 5)  # fails, and PyTorch leaves the new shape
+        ... except RuntimeError:
+        ...     pass
+        >>> try:
+        ...     torchguard.check_consistent({"input": t})
+        ... except torchguard.InconsistentTensorError as error:
+        ...     print(str(error).partition(", stride")[0])
+        obj['input']: shape (5, 5)
     """
     require_container(obj, "check_consistent: obj")
     with without_torch_function():
@@ -63,8 +79,10 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if it is consistent; else make it a 1-D view of its whole storage.
 
     Works in place and returns the same tensor: size ``(storage bytes // itemsize,)``,
-    stride 1, storage offset 0. The bytes are whatever the storage holds; no
-    element is read or written.
+    stride 1, storage offset 0. Its elements are the bytes that the storage holds.
+
+    Args:
+        tensor: any tensor.
 
     Raises:
         InconsistentTensorError: the tensor is inconsistent and has no storage of
@@ -72,6 +90,19 @@ def repair_(tensor: torch.Tensor) -> torch.Tensor:
         TypeError: ``tensor`` is not a tensor.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
+
+    Cost:
+        Metadata only: no element is read or written.
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> t = torch.from_numpy(np.zeros(4))
+        >>> try:
+        ...     t.resize_(5, 5)  # fails, and PyTorch leaves the new shape
+        ... except RuntimeError:
+        ...     pass
+        >>> torchguard.repair_(t).tolist()
+        [0.0, 0.0, 0.0, 0.0]
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(

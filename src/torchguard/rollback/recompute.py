@@ -517,6 +517,17 @@ def safe_checkpoint(
 
     Upstream: https://github.com/pytorch/pytorch/issues/96136,
     https://github.com/pytorch/pytorch/issues/193671
+
+    Cost:
+        Copies of the buffers. Parameters and inputs are not copied.
+
+    Example:
+        >>> import torch, torchguard
+        >>> norm = torch.nn.BatchNorm1d(2)
+        >>> x = torch.randn(4, 2, requires_grad=True)
+        >>> torchguard.safe_checkpoint(norm, x).sum().backward()
+        >>> norm.num_batches_tracked  # the batch counts once
+        tensor(1)
     """
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():

@@ -18,10 +18,10 @@ from torchguard.checkpoint.folder import checkpoint_folder
 from torchguard.checkpoint.loading import load, load_state_dict
 from torchguard.checkpoint.saving import save
 from torchguard.checkpoint.sharded import load_sharded
-from torchguard.checkpoint.verify import CheckpointCheck as CheckpointCheck
-from torchguard.checkpoint.verify import verify_checkpoint
-from torchguard.defects.doctor import DoctorReport as DoctorReport
-from torchguard.defects.doctor import doctor
+from torchguard.checkpoint.whole import CheckpointCheck as CheckpointCheck
+from torchguard.checkpoint.whole import verify_checkpoint
+from torchguard.defects.diagnosis import DoctorReport as DoctorReport
+from torchguard.defects.diagnosis import doctor
 from torchguard.errors import (
     DamagedFileError,
     InconsistentTensorError,
@@ -36,8 +36,8 @@ from torchguard.patching.install import install, installed, uninstall
 from torchguard.patching.scope import guarded
 from torchguard.replicas import Replicas as Replicas
 from torchguard.replicas import replicas_agree
-from torchguard.rollback.block import rollback_on_error
 from torchguard.rollback.consistency import check_consistent, repair_
+from torchguard.rollback.on_error import rollback_on_error
 from torchguard.rollback.recompute import safe_checkpoint
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.transactions.api import transaction

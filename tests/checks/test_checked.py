@@ -17,7 +17,7 @@ from torch.nn import functional
 import torchguard
 from support.child_process import output_of
 from support.modes import DispatchMode, FunctionMode
-from torchguard.checks import check
+from torchguard.checks import calls
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
 
 X = torch.arange(12.0).reshape(4, 3)
@@ -323,7 +323,7 @@ def test_an_index_that_a_mask_of_nothing_leaves_unread() -> None:
 
 
 def test_uninstall_reports_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "is_on_cpu", lambda _: False)  # as on a GPU
+    monkeypatch.setattr(calls, "is_on_cpu", lambda _: False)  # as on a GPU
     for everything in (True, False):
         installation = torchguard.install("checks", "resize")
         X.index_select(0, BAD)

@@ -14,7 +14,7 @@ import torchguard
 from support.child_process import output_of
 from support.compiled import Counting
 from support.small_training import everything
-from torchguard.checks import check, graph
+from torchguard.checks import calls, graph_pass
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -217,7 +217,7 @@ FAR = torch.tensor([0, 9])
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every tensor be on a device that can't be read without waiting."""
-    for module in (check, graph):
+    for module in (calls, graph_pass):
         monkeypatch.setattr(module, "is_on_cpu", lambda _: False)
 
 
@@ -291,9 +291,9 @@ def test_many_calls_are_read_in_few_goes() -> None:
     with torchguard.guarded("checks"):
         X[FAR]
         with pytest.raises(IndexOutOfRangeError):
-            for _ in range(check.Flags.MOST + 1):
+            for _ in range(calls.Flags.MOST + 1):
                 X[torch.tensor([0], dtype=torch.int32)]
-        for _ in range(2 * check.Flags.MOST):
+        for _ in range(2 * calls.Flags.MOST):
             X[torch.tensor([0])]
 
 

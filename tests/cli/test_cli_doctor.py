@@ -16,7 +16,7 @@ from support.terminal import Terminal
 from torchguard.__main__ import main
 from torchguard.cli import doctor as doctor_command
 from torchguard.cli.doctor import lines, shown_on, wrapped
-from torchguard.defects.doctor import DoctorProgress, DoctorReport
+from torchguard.defects.diagnosis import DoctorProgress, DoctorReport
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from support.planted import STEPS, planted, row
 from support.processes import wait_until_gone
 from torchguard.defects import FAMILIES, BrokenDefect, Defect, all_defects
 from torchguard.defects.catalog import built_in, built_in_ids
-from torchguard.defects.doctor import DoctorReport
+from torchguard.defects.diagnosis import DoctorReport
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals and terminals of POSIX")
 

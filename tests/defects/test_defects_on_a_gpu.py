@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchguard.defects.doctor import doctor
+from torchguard.defects.diagnosis import doctor
 
 pytestmark = pytest.mark.cuda
 

@@ -6,7 +6,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from torchguard.defects import all_defects, runner
-from torchguard.defects.doctor import doctor
+from torchguard.defects.diagnosis import doctor
 
 pytestmark = pytest.mark.slow
 

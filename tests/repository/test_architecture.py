@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert graph == {}
 
 
+def test_no_two_files_have_the_same_name() -> None:
+    """But for ``__init__`` and ``api``: a traceback and a tab of an editor show the name alone."""
+    names = Counter(path.rpartition("/")[2] for path in TREES)
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py", "api.py"}
+
+
 def test_the_directions_are_seen_by_the_test() -> None:
     """An import, one inside of a function, and a dotted string."""
     program = '''
@@ -130,7 +137,7 @@ def test_the_directions_are_seen_by_the_test() -> None:
     from torchguard.rollback.resize import safe_resize_
     def late():
         import torchguard.verification.check
-        return "torchguard.defects.doctor"
+        return "torchguard.defects.catalog"
     '''
     seen = {"front door", "rollback", "verification", "defects"}
     assert _imported(ast.parse(textwrap.dedent(program))) == seen

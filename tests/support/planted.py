@@ -12,7 +12,7 @@ import pytest
 
 import torchguard
 from torchguard.defects import all_defects
-from torchguard.defects.doctor import DoctorProgress, DoctorReport, Row
+from torchguard.defects.diagnosis import DoctorProgress, DoctorReport, Row
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time

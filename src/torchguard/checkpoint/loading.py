@@ -23,7 +23,7 @@ from torchguard._torch import patch, tensors_loaded_by_copies
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.equivalence.operands import Copy, are_apart, copy_of, memory_of
 from torchguard.errors import DamagedFileError
-from torchguard.rollback.block import rollback_on_error
+from torchguard.rollback.on_error import rollback_on_error
 from torchguard.state.containers import Containers
 from torchguard.state.optimizer_state import load_optimizer
 from torchguard.state.process import roll_back

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.checkpoint.folder import checkpoint_folder, gathered, is_ours, numbers
-from torchguard.checkpoint.verify import (
+from torchguard.checkpoint.whole import (
     METADATA,
     item_faults,
     manifest_fault,

@@ -22,16 +22,9 @@ from torchguard._torch import (
     patch,
     values_can_be_read,
 )
-from torchguard.checks import check
-from torchguard.checks.check import (
-    SWITCH,
-    call_shown,
-    flags,
-    guard_call,
-    guard_indexing,
-    shown_by,
-)
-from torchguard.checks.graph import checks_in_graph
+from torchguard.checks import calls
+from torchguard.checks.calls import SWITCH, call_shown, flags, guard_call, guard_indexing, shown_by
+from torchguard.checks.graph_pass import checks_in_graph
 from torchguard.checks.table import ROWS
 
 _INDEXING = ("__getitem__", "__setitem__", "index_put", "index_put_")
@@ -89,8 +82,8 @@ def _check_compressed(function: str, result: torch.Tensor) -> None:
         ("pointers", pointers, plain.size(-1)),
         ("steps of the pointers", pointers.diff(), plain.size(-1)),
     ):
-        site = check.Site(function, argument, "index", 0, high)
-        check.checked_value(site, values.cpu())
+        site = calls.Site(function, argument, "index", 0, high)
+        calls.checked_value(site, values.cpu())
 
 
 def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +93,7 @@ def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         if SWITCH.on and args:
             with computing_unseen(args):
-                if not check.is_on_cpu(args[0]):
+                if not calls.is_on_cpu(args[0]):
                     flags.read()
         if shown is None or not has_torch_function((*args, *kwargs.values())):
             return original(*args, **kwargs)

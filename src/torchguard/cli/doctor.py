@@ -12,7 +12,14 @@ from typing import TextIO
 
 from torchguard.cli import interrupted, positive_float, positive_int, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects, built_in_ids
-from torchguard.defects.doctor import DoctorProgress, DoctorReport, Environment, Row, doctor, select
+from torchguard.defects.diagnosis import (
+    DoctorProgress,
+    DoctorReport,
+    Environment,
+    Row,
+    doctor,
+    select,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

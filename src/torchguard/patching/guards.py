@@ -26,7 +26,7 @@ from torchguard._torch import (
     patch,
     paths_behind_python,
 )
-from torchguard.assignment.dynamo import (
+from torchguard.assignment.traced import (
     SETITEM_SWITCH,
     setitem_replacements,
     slice_scatter_not_needed,

@@ -19,7 +19,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from torchguard._events import user_line_of
 from torchguard._torch import C_NAMESPACE, computing_unseen, inner_tensors, is_wrapped, original_of
-from torchguard.checks.check import (
+from torchguard.checks.calls import (
     SWITCH,
     Flags,
     Site,

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from torchguard import guarded, install, installed
-from torchguard.assignment import dynamo
+from torchguard.assignment import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ def test_no_node_of_the_family_is_left_in_the_graph_outside_of_vmap(name: str) -
 def test_it_is_skipped_with_a_reason_where_torch_is_right() -> None:
     torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # imports Dynamo
     with install("slice_scatter") as installation:
-        reason = dynamo.slice_scatter_not_needed()
+        reason = traced.slice_scatter_not_needed()
         assert installation.skipped == ({} if reason is None else {"slice_scatter": reason})
         assert installed() == (("slice_scatter",) if reason is None else ())
         if reason is not None:  # and then the graph is the one that it was
@@ -166,4 +166,4 @@ def test_under_inductor_the_guard_is_what_makes_the_gradient_right() -> None:
     is_wrong = not torch.allclose(bare[-1], expected[-1])
     # Never called unneeded where it is needed; the other way round it may be, as on 2.9, where
     # the strides are wrong and inductor gets these gradients right all the same.
-    assert not is_wrong or dynamo.slice_scatter_not_needed() is None
+    assert not is_wrong or traced.slice_scatter_not_needed() is None

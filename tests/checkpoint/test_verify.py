@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import torchguard
 from torchguard.__main__ import main
-from torchguard.checkpoint import verify
+from torchguard.checkpoint import whole
 from torchguard.checkpoint.folder import MARK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -197,7 +197,7 @@ def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     """The manifest and the files are those of one folder, wherever the link leads by then."""
     for number, fill in enumerate((1.0, 2.0)):
         saved_with_a_manifest(tmp_path / f"run.{number}", fill)
-    link, manifest_of = tmp_path / "run", verify.manifest_of
+    link, manifest_of = tmp_path / "run", whole.manifest_of
     link.symlink_to("run.0")
 
     def then_another_saves(folder: Path) -> Any:
@@ -206,7 +206,7 @@ def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         link.symlink_to("run.1")
         return manifest
 
-    monkeypatch.setattr(verify, "manifest_of", then_another_saves)
+    monkeypatch.setattr(whole, "manifest_of", then_another_saves)
     found = torchguard.verify_checkpoint(link)
     assert found, str(found)
     assert found.path == str(link)

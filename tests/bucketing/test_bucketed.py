@@ -24,7 +24,7 @@ class TestWhatReachesTheCompiler:
         self, count: int, already: bool, backend: Counting
     ) -> None:
         """More than the recompile limit, which two wrappers of one function do not share."""
-        buckets = Buckets.multiples_of(4, 4 * count)
+        buckets = Buckets(range(4, 4 * count + 1, 4))
         for turn in (1, 2):
             if already:
                 wrapped = wrap(torch.compile(double, backend=backend), buckets=buckets)

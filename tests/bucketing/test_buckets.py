@@ -64,9 +64,9 @@ def test_fit_equals_the_plain_reference(seen: dict[int, int], count: int, cost: 
 def test_the_ladder_is_the_best_of_all(
     seen: dict[int, int], count: int, costs: list[int], step: int, above: int | None
 ) -> None:
-    """Of all there are, also if a cost falls: aligned sizes, and the largest there can be."""
+    """Of all there are: aligned sizes, and the largest there can be."""
     maximum = None if above is None else max(seen) + above
-    cost = costs.__getitem__
+    cost = sorted(costs).__getitem__
     fitted = Buckets.fit(seen, count, multiple_of=step, maximum=maximum, cost=cost)
     top = maximum or -(-max(seen) // step) * step
     below = range(step, top, step)
@@ -128,11 +128,7 @@ def test_ladders_by_rule() -> None:
     assert Buckets.powers_of_two(16, 128).sizes == (16, 32, 64, 128)
     assert Buckets.powers_of_two(17, 100).sizes == (32, 64, 100)
     assert Buckets.powers_of_two(1, 1).sizes == (1,)
-    assert Buckets.multiples_of(64, 256).sizes == (64, 128, 192, 256)
-    assert Buckets.multiples_of(64, 200).sizes == (64, 128, 192, 200)
-    assert Buckets.geometric(16, 1024, 4, multiple_of=1).sizes == (16, 64, 256, 1024)
-    assert Buckets.geometric(10, 1000, 3).sizes == (16, 104, 1000)
-    assert Buckets.geometric(5, 100, 1).sizes == (100,)
+    assert Buckets(range(64, 257, 64)).sizes == (64, 128, 192, 256)
 
 
 def test_looking_up() -> None:
@@ -162,23 +158,6 @@ def test_is_a_value() -> None:
         buckets.sizes = (1,)  # type: ignore[misc]
 
 
-def test_json_round_trip_and_its_version() -> None:
-    buckets = Buckets([64, 128])
-    text = buckets.to_json()
-    assert Buckets.from_json(text) == buckets
-    assert '"version": 1' in text
-    for wrong, message in [
-        ("{", "not JSON"),
-        ("[64, 128]", "expected an object of format"),
-        (text.replace("1,", "2,"), "reads version 1"),
-        (text.replace("[64, 128]", "64"), "expected a list"),
-        (text.replace("64", "6.5"), "expected an integer"),
-        (text.replace("64", "-1"), "expected 1 to"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Buckets.from_json(wrong)
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -202,17 +181,15 @@ def test_every_kind_of_sizes_means_the_same(sizes: object) -> None:
         ([], ValueError, "sizes is empty"),
         ({5: 0}, ValueError, "sizes is empty"),
         ([4, 0], ValueError, r"sizes\[1\] is 0, expected 1"),
-        ([4, 2.0], TypeError, r"sizes\[1\] is 2.0 \(float\), expected an integer"),
-        ([4, True], TypeError, r"sizes\[1\] is True \(bool\)"),
-        ([4, 1 << 70], ValueError, r"sizes\[1\] is 1180591620717411303424"),
-        ([[4, 5]], TypeError, r"sizes\[0\] is \[4, 5\]"),
-        ("64", TypeError, "sizes is of type str"),
+        ([4, 2.0], TypeError, "dtype float64, expected integers"),
+        ([4, 1 << 70], TypeError, "dtype object"),
+        ([[4, 5]], ValueError, r"shape \(1, 2\)"),
+        ("64", TypeError, "dtype <U1"),
         (64, TypeError, "sizes is of type int"),
         (np.array([1.0]), TypeError, "dtype float64"),
         (np.array([True]), TypeError, "dtype bool"),
         (np.array([[1]]), ValueError, r"shape \(1, 1\)"),
         (torch.tensor([1.5]), TypeError, "dtype float32"),
-        (torch.tensor([1.5], requires_grad=True), TypeError, "tolist"),
         ({5: -1}, ValueError, "size 5 was seen -1 times"),
     ],
 )
@@ -230,8 +207,8 @@ def test_bad_sizes_are_named(sizes: Any, error: type[Exception], message: str) -
         ({"maximum": 19}, ValueError, "maximum is 19, but a size of 20 was observed"),
         ({"multiple_of": 0}, ValueError, "multiple_of is 0"),
         ({"cost": "cubic"}, ValueError, "cost is 'cubic', expected 'linear'"),
-        ({"cost": 3}, TypeError, "cost is of type int"),
-        ({"cost": lambda size: "x"}, TypeError, r"cost\(10\) is 'x', expected a number"),
+        ({"cost": lambda size: "x"}, ValueError, r"cost\(10\) is 'x', expected a positive"),
+        ({"cost": lambda size: -size + 30}, ValueError, r"cost\(20\) is less than cost\(10\)"),
         ({"cost": lambda size: math.nan}, ValueError, r"cost\(10\) is nan"),
         ({"cost": lambda size: 0}, ValueError, r"cost\(10\) is 0"),
     ],

@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchguard import bucketed
-from torchguard.bucketing import padding
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.padding import Padded, length_mask, pad_to_bucket, unpad
@@ -27,15 +25,6 @@ DTYPES = [
     torch.float64, torch.complex32, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-
-
-@pytest.fixture(params=["constant_pad_nd", "cat"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to pad, whatever the size of the tensor."""
-    limit = 1 << 60 if request.param == "constant_pad_nd" else 0
-    monkeypatch.setattr(padding, "_CAT_FROM_BYTES", limit)
-    way: str = request.param
-    return way
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,7 +43,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.usefixtures("way")
 def test_every_dtype_dimension_and_side(dtype: torch.dtype) -> None:
     x = numbers(3, 5, 6, dtype=dtype)
     one = torch.ones((), dtype=torch.float32).to(dtype)
@@ -94,24 +82,20 @@ def test_an_exact_fit_is_the_tensor_itself_and_unpad_a_view() -> None:
 )
 def test_fills(value: Any, side: Any, expected: list[int]) -> None:
     x = torch.tensor([[5, 6, 7], [5, 6, 7]])
-    for out in (None, torch.full((2, 4), 99)):
-        padded = pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out).tensor
-        assert padded.tolist() == [expected, expected]
+    padded = pad_to_bucket(x, 1, BUCKETS, value=value, side=side).tensor
+    assert padded.tolist() == [expected, expected]
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.uint16, torch.int64, torch.float16, torch.float64]
 )
 def test_arange_counts_in_every_dtype(dtype: torch.dtype) -> None:
-    for length in (3, 100, 5):  # what is kept of a call serves the next, longer or shorter
-        padded = pad_to_bucket(torch.zeros(length, dtype=dtype), 0, length + 9, value="arange")
-        expected = torch.arange(length, length + 9).to(dtype)
-        assert same(padded.tensor[length:], expected)
+    padded = pad_to_bucket(torch.zeros(100, dtype=dtype), 0, 109, value="arange")
+    assert same(padded.tensor[100:], torch.arange(100, 109).to(dtype))
 
 
 @pytest.mark.parametrize("value", [0, 2, "repeat-last", "arange", lambda x, missing: missing])
 def test_fake_tensors_are_padded_to_fake_tensors(value: Any) -> None:
-    pad_to_bucket(torch.ones(2, 5), 1, 8, value=value)  # what this keeps must not be mixed in
     with FakeTensorMode() as mode:
         padded = pad_to_bucket(torch.ones(2, 5), 1, 8, value=value).tensor
     assert padded.shape == (2, 8)
@@ -119,7 +103,6 @@ def test_fake_tensors_are_padded_to_fake_tensors(value: Any) -> None:
     assert padded.fake_mode is mode
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
@@ -159,7 +142,6 @@ def test_a_fill_that_does_not_fit_is_refused(dtype: torch.dtype, value: Any) -> 
         pad_to_bucket(torch.zeros(100, dtype=dtype), 0, 129, value=value)
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("value", [2.0, "repeat-last", lambda x, missing: x[:, :missing] * 2])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_gradients_reach_the_real_part_only(value: Any, side: Any) -> None:
@@ -170,7 +152,6 @@ def test_gradients_reach_the_real_part_only(value: Any, side: Any) -> None:
     assert torch.equal(x.grad, unpad(weights, 1, 6, side))  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("value", [0, "repeat-last", "arange"])
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_channels_last_stays_channels_last(value: Any, dim: int) -> None:
@@ -185,105 +166,6 @@ def test_channels_last_stays_channels_last(value: Any, dim: int) -> None:
     assert plain.is_contiguous()
 
 
-def test_a_buffer_is_filled_completely() -> None:
-    out = torch.full((2, 8), 99)
-    for length in (8, 5, 7):
-        x = torch.full((2, length), length)
-        padded = pad_to_bucket(x, 1, 8, value=-1, out=out)
-        assert padded.tensor is out
-        assert out.tolist() == [[length] * length + [-1] * (8 - length)] * 2
-
-
-def test_a_buffer_of_another_kind_is_refused_and_never_resized() -> None:
-    for out in (
-        torch.zeros(2, 9, dtype=torch.int64),
-        torch.zeros(2, 8),
-        torch.zeros(2, 8, dtype=torch.int64, device="meta"),
-    ):
-        shape = out.shape
-        with pytest.raises(ValueError, match="pad_to_bucket: out is"):
-            pad_to_bucket(torch.zeros(2, 5, dtype=torch.int64), 1, 8, out=out)
-        assert out.shape == shape
-    x = torch.zeros(5, requires_grad=True)
-    with pytest.raises(ValueError, match="carries no gradient"):
-        pad_to_bucket(x, 0, 8, out=torch.zeros(8))
-    with torch.no_grad():
-        pad_to_bucket(x, 0, 8, out=torch.zeros(8))
-
-
-VIEWS = {"is_pinned", "expand", "permute", "narrow", "slice", "detach", "view", "alias", "select"}
-
-
-class Operators(TorchDispatchMode):
-    """Every operator that does something to memory."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in VIEWS:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
-def test_one_operator(way: str, value: Any) -> None:
-    x = torch.randn(2, 5)
-    for out, side in itertools.product((None, torch.empty(2, 8)), SIDES):
-        pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)  # makes what is kept, once
-        with Operators() as operators:
-            pad_to_bucket(x, 1, BUCKETS, value=value, side=side, out=out)
-        by_pad = way == "constant_pad_nd" and not isinstance(value, str) and out is None
-        assert operators.seen == ["constant_pad_nd" if by_pad else "cat"]
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("value", [0, -100.0, "repeat-last", "arange"])
-def test_one_kernel_on_a_gpu(value: Any) -> None:
-    x = torch.randn(16, 50, device="cuda")
-    pad_to_bucket(x, 1, 64, value=value)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        pad_to_bucket(x, 1, 64, value=value)
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
-    assert len(kernels) == 1, kernels
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("value", [0, "repeat-last"])
-def test_pinned_memory_stays_pinned(value: Any) -> None:
-    image = torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last).pin_memory()
-    for x in (torch.randn(2, 5).pin_memory(), image):
-        padded = pad_to_bucket(x, 1, BUCKETS, value=value).tensor
-        assert padded.is_pinned()
-        assert torch.equal(unpad(padded, 1, x.shape[1]), x)
-
-
-def test_pinned_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine without a GPU can check: the result is allocated as pinned."""
-    asked = []
-    empty = torch.empty
-
-    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
-        asked.append(kwargs.pop("pin_memory"))
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    monkeypatch.setattr(torch, "empty", recording)
-    image = numbers(2, 3, 5, 6).to(memory_format=torch.channels_last)
-    for x in (numbers(3, 5), image):
-        padded = pad_to_bucket(x, 1, BUCKETS, value=7).tensor
-        assert torch.equal(unpad(padded, 1, x.shape[1]), x)
-        assert (padded.narrow(1, x.shape[1], padded.shape[1] - x.shape[1]) == 7).all()
-        assert padded.is_contiguous() or padded.is_contiguous(memory_format=torch.channels_last)
-    assert asked == [True, True]
-
-
-@pytest.mark.usefixtures("way")
 def test_views_empty_tensors_and_scalars() -> None:
     base = torch.arange(24).reshape(4, 6)
     assert torch.equal(pad_to_bucket(base.t(), 0, 8).tensor[:6], base.t())
@@ -292,7 +174,7 @@ def test_views_empty_tensors_and_scalars() -> None:
     assert pad_to_bucket(torch.zeros(0, 3), 1, BUCKETS).tensor.shape == (0, 4)
     with pytest.raises(ValueError, match="nothing to repeat in dim 1"):
         pad_to_bucket(torch.zeros(2, 0), 1, BUCKETS, value="repeat-last")
-    with pytest.raises(IndexError, match="dim is 0, but x of shape"):
+    with pytest.raises(IndexError, match="Dimension"):
         pad_to_bucket(torch.tensor(1.0), 0, BUCKETS)
 
 
@@ -300,7 +182,7 @@ def test_bad_arguments_are_named() -> None:
     x = torch.zeros(2, 5)
     for call, error, message in [
         (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is of type list"),  # type: ignore[arg-type]
-        (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "dim is 2"),
+        (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "Dimension out of range"),
         (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
         (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[arg-type]
@@ -309,7 +191,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: pad_to_bucket(x, 1, 8, value=lambda *_: torch.zeros(5)), ValueError, "broadcast"),
         (lambda: unpad(x, 1, 6), ValueError, "length is 6, but x of shape"),
         (lambda: unpad(x, 1, -1), ValueError, "length is -1"),
-        (lambda: unpad(x, 7, 1), IndexError, "unpad: dim is 7"),
+        (lambda: unpad(x, 7, 1), IndexError, "Dimension out of range"),
         (lambda: unpad(x, 1, 1, "top"), ValueError, "side is 'top'"),  # type: ignore[arg-type]
     ]:
         with pytest.raises(error, match=message):
@@ -332,20 +214,10 @@ def test_a_list_of_sizes_is_taken_as_buckets(buckets: Any) -> None:
         assert double.stats().hits == {(16,): 1}
 
 
-@pytest.mark.usefixtures("way")
 def test_meta_tensors_and_vmap() -> None:
     assert pad_to_bucket(torch.empty(2, 5, device="meta"), 1, BUCKETS).tensor.shape == (2, 8)
     mapped = torch.func.vmap(lambda x: pad_to_bucket(x, 0, BUCKETS, value=2).tensor)
     assert mapped(torch.ones(3, 5)).sum().item() == 3 * (5 + 3 * 2)
-
-
-@pytest.mark.usefixtures("way")
-def test_a_constant_made_in_inference_mode_serves_outside_it() -> None:
-    with torch.inference_mode():
-        pad_to_bucket(torch.ones(5), 0, BUCKETS, value=0.125)
-    x = torch.ones(5, requires_grad=True)
-    pad_to_bucket(x, 0, BUCKETS, value=0.125).tensor.sum().backward()
-    assert x.grad is not None
 
 
 @pytest.mark.parametrize(

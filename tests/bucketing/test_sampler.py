@@ -197,7 +197,7 @@ def test_leftovers_stay_or_move_up_whichever_costs_least(
 def test_a_large_ladder_is_planned() -> None:
     """512 buckets, all with leftovers."""
     lengths = np.random.default_rng(0).integers(1, 4097, 20_000)
-    sampler = BucketBatchSampler(lengths, Buckets.multiples_of(8, 4096), tokens=1 << 17)
+    sampler = BucketBatchSampler(lengths, Buckets(range(8, 4097, 8)), tokens=1 << 17)
     assert sum(map(len, sampler)) == 20_000
 
 
@@ -291,7 +291,7 @@ def test_a_trainer_that_fetches_ahead_says_how_many_it_has_taken() -> None:
         (([], LADDER), {"tokens": 64}, ValueError, r"lengths has shape \(0,\)"),
         ((np.ones((2, 2), int), LADDER), {"tokens": 64}, ValueError, r"shape \(2, 2\)"),
         (([5, -1], LADDER), {"tokens": 64}, ValueError, "a length is -1"),
-        (([5.0], LADDER), {"tokens": 64}, TypeError, r"lengths\[0\] is 5.0"),
+        (([5.0], LADDER), {"tokens": 64}, TypeError, "lengths has dtype float64"),
         (({5: 3}, LADDER), {"tokens": 64}, TypeError, "lengths is of type dict"),
         (([5], 8), {"tokens": 64}, TypeError, "buckets is 8, expected Buckets, a list of sizes"),
         (([5], LADDER), {"tokens": 64, "rank": 0}, ValueError, "pass both, or neither"),

@@ -66,7 +66,7 @@ def test_text(
     shown = capsys.readouterr().out
     seen = batch_maxima(docstrings, 4, "test")
     buckets = Buckets.fit(seen, 6, cost="quadratic", multiple_of=8)
-    assert Buckets.from_json(ladder.read_text()) == buckets
+    assert json.loads(ladder.read_text()) == list(buckets)
     for text in (
         f"{len(docstrings):,} lengths",
         "6 buckets: " + " ".join(map(str, buckets)),
@@ -203,7 +203,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"10 20")))
     run("--json", "-")
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["sizes"] == [10, 20]
+    assert json.loads(shown.out) == [10, 20]
     assert "2 buckets: 10 20" in shown.err
 
 

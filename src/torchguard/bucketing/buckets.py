@@ -7,7 +7,6 @@ Needs numpy only.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +25,6 @@ from torchguard.bucketing.histogram import (
     observe,
     positive_integer,
 )
-
-_FORMAT = "torchguard.bucketing.buckets"
-_VERSION = 1
 
 
 def as_buckets(given: Any, what: str, otherwise: str = "") -> Buckets:
@@ -74,31 +70,11 @@ class Buckets:
 
         ``maximum`` is the largest bucket, a power of two or not, and at least ``minimum``.
         """
-        minimum, maximum = _range(minimum, maximum, "Buckets.powers_of_two")
+        operation = "Buckets.powers_of_two"
+        minimum = positive_integer(minimum, "minimum", operation)
+        maximum = positive_integer(maximum, "maximum", operation, least=minimum)
         powers = range((minimum - 1).bit_length(), (maximum - 1).bit_length())
         return cls([*(1 << power for power in powers), maximum])
-
-    @classmethod
-    def multiples_of(cls, step: int, maximum: int) -> Self:
-        """Return the multiples of ``step`` below ``maximum``, and ``maximum``."""
-        step = positive_integer(step, "step", "Buckets.multiples_of")
-        maximum = positive_integer(maximum, "maximum", "Buckets.multiples_of")
-        return cls([*range(step, maximum, step), maximum])
-
-    @classmethod
-    def geometric(cls, minimum: int, maximum: int, count: int, multiple_of: int = 8) -> Self:
-        """Return ``count`` sizes, each the same factor above the last, up to ``multiple_of``.
-
-        Sizes that the rounding makes equal count once, so there may be fewer.
-        ``maximum`` is always the largest.
-        """
-        minimum, maximum = _range(minimum, maximum, "Buckets.geometric")
-        count = positive_integer(count, "count", "Buckets.geometric")
-        step = positive_integer(multiple_of, "multiple_of", "Buckets.geometric")
-        exact = np.geomspace(minimum, maximum, count)[:-1] if count > 1 else np.empty(0)
-        # geomspace is off by some 1e-16 of each size, which must not cost a whole step.
-        rounded = np.ceil(exact * (1 - 1e-12) / step).astype(np.int64) * step
-        return cls([*np.minimum(rounded, maximum).tolist(), maximum])
 
     @classmethod
     def fit(
@@ -121,9 +97,7 @@ class Buckets:
                 iterable), or a histogram ``{size: how often}``.
             count: at most so many buckets, fewer if more would save nothing.
             cost: what a call costs at a size: ``"linear"``, ``"quadratic"``, or a function
-                of one size. It may fall somewhere; a bucket may then be a size that was
-                not observed. The function is asked for every aligned size in the range, or, if
-                those are more than a million, for the aligned sizes observed.
+                of one size, which never falls.
             multiple_of: align buckets to this (8, 16 or 64 for tensor cores).
             maximum: the longest there can ever be. It is the largest bucket exactly,
                 aligned or not; without it that is the longest observed, rounded up.
@@ -132,7 +106,7 @@ class Buckets:
                 average over all orders of the data; nothing is drawn at random.
 
         Raises:
-            TypeError: something is not an integer (bools and floats are not).
+            TypeError: something is not an integer.
             ValueError: no sizes, a size that is not positive, ``maximum`` below the data,
                 or a bad cost.
 
@@ -191,36 +165,6 @@ class Buckets:
         padded = float(costs[np.searchsorted(self.sizes, observed.sizes)] @ observed.weights)
         return padded / total_cost(observed, cost, "Buckets.waste") - 1
 
-    def to_json(self) -> str:
-        """Return the ladder as a JSON document that names its format and version."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, "sizes": list(self.sizes)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: not JSON, another format, or a version this torchguard does not know.
-        """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Buckets.from_json: not JSON: {error}") from None
-        if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise ValueError(f"Buckets.from_json: expected an object of format {_FORMAT!r}")
-        if document.get("version") != _VERSION:
-            raise ValueError(
-                f"Buckets.from_json: version {document.get('version')!r}, but this torchguard "
-                f"reads version {_VERSION}"
-            )
-        sizes = document.get("sizes")
-        if not isinstance(sizes, list):  # the document is wrong, not an argument's type
-            raise ValueError(f"Buckets.from_json: 'sizes' is {sizes!r}, expected a list")  # noqa: TRY004
-        try:
-            return cls(sizes)
-        except TypeError as error:
-            raise ValueError(f"Buckets.from_json: {error}") from None
-
     def __iter__(self) -> Iterator[int]:
         return iter(self.sizes)
 
@@ -237,14 +181,6 @@ class Buckets:
 def total_cost(observed: Observed, cost: Cost, operation: str) -> float:
     """Return what the observations cost at their own sizes, without padding."""
     return float(costs_of(observed.sizes, cost, operation) @ observed.weights)
-
-
-def _range(minimum: Any, maximum: Any, operation: str) -> tuple[int, int]:
-    minimum = positive_integer(minimum, "minimum", operation)
-    maximum = positive_integer(maximum, "maximum", operation)
-    if minimum > maximum:
-        raise ValueError(f"{operation}: minimum is {minimum}, above maximum, which is {maximum}")
-    return minimum, maximum
 
 
 # ---- which buckets each axis has ----

@@ -9,9 +9,7 @@ W counts the observations below a position. For each j the candidates i are the 
 ``D[k-1, i] - W[i] * x`` at ``x = cost(size[j])``, and the lowest of many lines is the lower
 convex hull of the points (W[i], D[k-1, i]): O(D) for each k, not O(D^2).
 
-Where the cost falls somewhere, padding further can be cheaper. What a size costs is
-then the cheapest size that holds it, and that never falls: every cost becomes one
-for which the hull is right.
+That holds for a cost that never falls; another is refused.
 
 Shapes: D distinct sizes, K buckets.
 """
@@ -19,7 +17,7 @@ Shapes: D distinct sizes, K buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,43 +31,24 @@ Cost: TypeAlias = Literal["linear", "quadratic"] | Callable[[int], float]
 _Floats: TypeAlias = NDArray[np.float64]
 _Integers: TypeAlias = NDArray[np.int64]
 
-# A cost function is asked for every aligned size in the range, seen or not, up to this many.
-_GRID_LIMIT = 1 << 20
-
-# Passes over the points that each drop all those above their neighbours, before the rest is
-# done one point at a time.
-_PASSES = 48
-
 
 def costs_of(sizes: Iterable[int] | _Integers, cost: Cost, operation: str) -> _Floats:
     """Ask what a call costs at each size."""
     if isinstance(cost, str) and cost in {"linear", "quadratic"}:
         linear = np.asarray(sizes, dtype=np.float64)
         return linear if cost == "linear" else linear * linear
-    if isinstance(cost, str):
-        raise ValueError(  # noqa: TRY004 - of the right type
+    if not callable(cost):
+        raise ValueError(  # noqa: TRY004 - a word may be of the right type
             f"{operation}: cost is {cost!r}, expected 'linear', 'quadratic' or a function of a size"
         )
-    if not callable(cost):
-        raise TypeError(
-            f"{operation}: cost is of type {type(cost).__name__}, expected 'linear', 'quadratic' "
-            "or a function of a size"
-        )
     listed = np.asarray(sizes, dtype=np.int64).tolist()
-    answers = np.empty(len(listed))
-    for position, size in enumerate(listed):
-        answer = cost(size)
-        try:
-            answers[position] = float(answer)
-        except (TypeError, ValueError):
-            raise TypeError(f"{operation}: cost({size}) is {answer!r}, expected a number") from None
-    wrong = np.flatnonzero(~((answers > 0) & (answers < math.inf)))
-    if wrong.size:
-        raise ValueError(
-            f"{operation}: cost({listed[wrong[0]]}) is {answers[wrong[0]]}, expected a positive, "
-            "finite number"
-        )
-    return answers
+    answers = [cost(size) for size in listed]
+    for size, answer in zip(listed, answers, strict=True):
+        if not isinstance(answer, (int, float, np.number)) or not 0 < answer < math.inf:
+            raise ValueError(
+                f"{operation}: cost({size}) is {answer!r}, expected a positive, finite number"
+            )
+    return np.array(answers, dtype=np.float64)
 
 
 class FittedLadder(NamedTuple):
@@ -82,22 +61,6 @@ class FittedLadder(NamedTuple):
 def _aligned(sizes: _Integers, multiple_of: int, top: int) -> _Integers:
     """Round sizes up to the alignment, none of them past the top of the ladder."""
     return np.minimum(-(-sizes // multiple_of) * multiple_of, top)
-
-
-def _cheapest(
-    wanted: _Integers, cost: Cost, multiple_of: int, top: int
-) -> tuple[_Integers, _Floats]:
-    """Return the cheapest bucket that holds each aligned size, and its cost, which never falls."""
-    candidates = wanted
-    if callable(cost) and (top - int(wanted[0])) // multiple_of < _GRID_LIMIT:
-        # Where the cost falls, the cheapest size that fits may be one that was not observed.
-        candidates = np.union1d(wanted, np.arange(wanted[0], top, multiple_of))
-    costs = costs_of(candidates, cost, "Buckets.fit")
-    # From the top down: the cheapest candidate so far, and the smallest where they tie.
-    cheapest = np.minimum.accumulate(costs[::-1])[::-1]
-    places = np.where(costs == cheapest, np.arange(len(costs)), len(costs))
-    best = np.minimum.accumulate(places[::-1])[::-1][np.searchsorted(candidates, wanted)]
-    return candidates[best], costs[best]
 
 
 def best_ladders(
@@ -116,7 +79,14 @@ def best_ladders(
     aligned = _aligned(np.append(observed.sizes, top), multiple_of, top)
     wanted, weights = grouped(aligned, np.append(observed.weights, 0.0))
     below = np.cumsum(weights)
-    buckets, costs = _cheapest(wanted, cost, multiple_of, top)
+    buckets, costs = wanted, costs_of(wanted, cost, "Buckets.fit")
+    falls = np.flatnonzero(np.diff(costs) < 0)
+    if falls.size:
+        below_it, size = wanted[falls[0]], wanted[falls[0] + 1]
+        raise ValueError(
+            f"Buckets.fit: cost({size}) is less than cost({below_it}), expected a cost that never "
+            "falls; to prefer sizes that are fast, pass multiple_of"
+        )
     # A weight too small to change the sum leaves two points above each other: no slope.
     seen = np.append(np.diff(below, prepend=0.0)[:-1] > 0, True)
     buckets, costs, below = buckets[seen], costs[seen], np.append(0.0, below[seen])
@@ -156,30 +126,23 @@ def _one_more_bucket(
 def _lower_hull(x: _Floats, y: _Floats) -> NDArray[np.intp]:
     """Find the points on the lower convex hull; ``x`` strictly ascends.
 
-    A point above the line between its neighbours is above the hull, so all such can
-    go at once. Slopes that are equal after rounding are left in: dropping them could lose
-    a point of the hull, keeping them costs nothing.
+    Slopes that are equal after rounding are left in: dropping them could lose a point of the hull,
+    keeping them costs nothing.
     """
-    kept = np.arange(len(x))
-    for _ in range(_PASSES):
-        slopes = np.diff(y[kept]) / np.diff(x[kept])
-        above = np.flatnonzero(slopes[:-1] > slopes[1:]) + 1
-        if not above.size:
-            return kept
-        kept = np.delete(kept, above)
     hull: list[int] = []
+    slopes = [-math.inf]  # of the line that ends in each point of the hull
     xs, ys = x.tolist(), y.tolist()
-    for point in kept.tolist():
-        while len(hull) > 1 and _slope(xs, ys, hull[-2], hull[-1]) > _slope(
-            xs, ys, hull[-1], point
-        ):
+    for point, (right, height) in enumerate(zip(xs, ys, strict=True)):
+        slope = -math.inf
+        while hull:
+            slope = (height - ys[hull[-1]]) / (right - xs[hull[-1]])
+            if slopes[-1] <= slope:
+                break
             hull.pop()
+            slopes.pop()
         hull.append(point)
+        slopes.append(slope)
     return np.array(hull)
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float], left: int, right: int) -> float:
-    return (ys[right] - ys[left]) / (xs[right] - xs[left])
 
 
 def _read(buckets: _Integers, cuts: list[NDArray[np.int32]], cost: float) -> FittedLadder:

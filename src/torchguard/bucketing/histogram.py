@@ -17,8 +17,6 @@ Sizes: TypeAlias = Iterable[int] | Mapping[int, float] | NDArray[np.integer[Any]
 """What a function that takes observed sizes accepts: one size per observation, or a
 histogram that maps each size to how often it was seen."""
 
-# Counting into an array of this many cells beats sorting the sizes.
-_COUNTING_LIMIT = 1 << 24
 _LARGEST = 1 << 53  # beyond this a float, which is what costs are, does not hold every integer
 
 _NEVER = 1e-12  # a batch as rare as this is left out: rounding weighs as much
@@ -53,13 +51,7 @@ def observe(sizes: Sizes, operation: str) -> Observed:
         bad = smallest if smallest < 1 else largest
         where = int(np.flatnonzero(array == bad)[0])
         raise ValueError(f"{operation}: sizes[{where}] is {bad}, expected 1 to 2**53")
-    array = array.astype(np.int64, copy=False)
-    # A few sizes far apart would make the counting array larger than sorting is slow.
-    if largest - smallest < min(_COUNTING_LIMIT, 8 * array.size + 1024):
-        counts = np.bincount(array - smallest)
-        seen = np.flatnonzero(counts)
-        return Observed(seen + smallest, counts[seen].astype(np.float64))
-    distinct, counts = np.unique(array, return_counts=True)
+    distinct, counts = np.unique(array.astype(np.int64, copy=False), return_counts=True)
     return Observed(distinct, counts.astype(np.float64))
 
 
@@ -68,29 +60,12 @@ def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
     expected = "expected integers: a list, a numpy array, a tensor"
     if name == "sizes":
         expected += ", or {size: how often}"
-    refused = (str, bytes, bytearray, memoryview, Mapping)
-    if isinstance(values, refused) or not isinstance(values, Iterable):
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"{operation}: {name} is of type {type(values).__name__}, {expected}")
-    if hasattr(values, "__array__"):
-        try:
-            array = np.asarray(values)
-        except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one with a gradient
-            raise TypeError(
-                f"{operation}: {name} can't be read as an array ({error}); pass {name}.tolist()"
-            ) from error
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"{operation}: {name} has dtype {array.dtype}, {expected}")
-        return array
-    listed = list(values)
-    if set(map(type, listed)) != {int}:
-        listed = [_index(each, f"{name}[{n}]", operation) for n, each in enumerate(listed)]
-    try:
-        return np.array(listed, dtype=np.int64)
-    except OverflowError:
-        where = next(i for i, value in enumerate(listed) if abs(value) > _LARGEST)
-        raise ValueError(
-            f"{operation}: {name}[{where}] is {listed[where]}, expected 1 to 2**53"
-        ) from None
+    array = np.asarray(values if hasattr(values, "__array__") else list(values))
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{operation}: {name} has dtype {array.dtype}, {expected}")
+    return array
 
 
 def _index(value: Any, name: str, operation: str) -> int:
@@ -105,23 +80,17 @@ def _index(value: Any, name: str, operation: str) -> int:
     return number
 
 
-def _is_amount(value: Any) -> bool:
-    """Whether it is a finite number from 0 on."""
-    number = isinstance(value, (int, float, np.integer, np.floating))
-    return bool(number and not isinstance(value, bool) and 0 <= value < math.inf)
-
-
 def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
     seen = integers(list(histogram), operation)
-    for size, weight in histogram.items():
-        if not _is_amount(weight):
-            raise ValueError(
-                f"{operation}: size {size} was seen {weight!r} times, expected a number from 0 on"
-            )
-    weights = np.array([float(weight) for weight in histogram.values()])
-    seen, weights = seen[weights > 0], weights[weights > 0]
-    observe(seen, operation)  # says which size is wrong
-    return grouped(seen, weights)
+    weights = np.array([*histogram.values()], dtype=np.float64)
+    wrong = np.flatnonzero(~((weights >= 0) & (weights < math.inf)))
+    if wrong.size:
+        raise ValueError(
+            f"{operation}: size {seen[wrong[0]]} was seen {weights[wrong[0]]:g} times, expected a "
+            "number from 0 on"
+        )
+    observe(seen[weights > 0], operation)  # says which size is wrong
+    return grouped(seen[weights > 0], weights[weights > 0])
 
 
 def grouped(sizes: NDArray[np.integer[Any]], weights: NDArray[np.float64]) -> Observed:

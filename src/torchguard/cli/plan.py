@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--batch", default=1, help=batches, **number)
     tokens = "plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold"
     add("--tokens", help=tokens, **number)
-    add("--json", type=Path, metavar="FILE", help="write the buckets; - to print")
+    add("--json", type=Path, metavar="FILE", help="write the sizes as a list; - to print")
     parser.set_defaults(command=_main, parser=parser)
 
 
@@ -84,9 +84,9 @@ def _print_buckets(options: argparse.Namespace) -> None:
     lines += [*_usage(options, buckets), ""]
     (sys.stderr.write if prints_buckets else write)("\n".join(lines))
     if prints_buckets:
-        write(buckets.to_json() + "\n")
+        write(f"{list(buckets)}\n")
     elif options.json is not None:
-        write_text(options.json, buckets.to_json() + "\n")
+        write_text(options.json, f"{list(buckets)}\n")
 
 
 def _read(options: argparse.Namespace, name: str) -> Sizes:
@@ -134,7 +134,7 @@ def _report(
     lines += ["", "waste of other rules"]
     rules = {
         "powers of two": Buckets.powers_of_two(int(observed.sizes[0]), top),
-        "multiples of 64": Buckets.multiples_of(64, top),
+        "multiples of 64": Buckets([*range(64, top, 64), top]),
     }
     for rule, ladder in rules.items():
         in_use = len({ladder.bucket_for(size) for size in seen})

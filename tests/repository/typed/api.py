@@ -52,8 +52,6 @@ def buckets() -> None:
     ladder = torchguard.Buckets([16, 64])
     assert_type(ladder, torchguard.Buckets)
     assert_type(torchguard.Buckets.powers_of_two(16, 64), torchguard.Buckets)
-    assert_type(torchguard.Buckets.multiples_of(8, 64), torchguard.Buckets)
-    assert_type(torchguard.Buckets.geometric(8, 64, 4, multiple_of=8), torchguard.Buckets)
     assert_type(
         torchguard.Buckets.fit(lengths, 2, cost="quadratic", maximum=64), torchguard.Buckets
     )
@@ -62,7 +60,6 @@ def buckets() -> None:
     assert_type(ladder.waste(lengths, "linear"), float)
     assert_type(ladder.sizes, tuple[int, ...])
     assert_type(len(ladder), int)
-    assert_type(torchguard.Buckets.from_json(ladder.to_json()), torchguard.Buckets)
     assert_type(torchguard.Buckets.fit(lengths, batch_size=2), torchguard.Buckets)
 
     x = torch.ones(2, 5)

@@ -56,9 +56,6 @@ _LIKE_PLAIN: Any = (
 )
 """Types whose values count, besides the plain ones and floats, and what tells them apart."""
 
-# Below this many elements one operator less is faster; above, pad_to_bucket chooses.
-_SMALL = 1 << 17
-
 
 class TensorKey(NamedTuple):
     """What a graph depends on of a tensor whose dims are not named."""
@@ -286,29 +283,25 @@ def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[.
     shape, fill = each.shape, 0 if each.fill is None else each.fill
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
+    if isinstance(fill, (bool, int, float, complex)):
+        check_number(fill, each.dtype)
+        pads = [0] * (2 * len(shape))
+        for dim, size in dims:
+            # constant_pad_nd counts from the last dim, left before right.
+            pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
+        constant_pad_nd = torch.constant_pad_nd
+
+        def pad_with_number(x: torch.Tensor, value: Any = fill) -> torch.Tensor:
+            return constant_pad_nd(x, pads, value)
+
+        return pad_with_number
 
     def pad(x: torch.Tensor, value: Fill = fill) -> torch.Tensor:
         for dim, size in dims:
             x = pad_to_bucket(x, dim, size, value=value, side=side).tensor
         return x
 
-    if not isinstance(fill, (bool, int, float, complex)) or math.prod(shape) >= _SMALL:
-        return pad
-    if fill:  # each dtype has a 0
-        check_number(fill, each.dtype)
-    pads = [0] * (2 * len(shape))
-    for dim, size in dims:
-        # constant_pad_nd counts from the last dim, left before right.
-        pads[2 * (len(shape) - 1 - dim) + (side == "right")] = size - shape[dim]
-    constant_pad_nd = torch.constant_pad_nd
-
-    def pad_with_number(x: torch.Tensor, value: Any = fill) -> torch.Tensor:
-        # What pad_to_bucket does in the end.
-        if x.is_cpu and type(x) is torch.Tensor:
-            return constant_pad_nd(x, pads, value)
-        return pad(x, value)
-
-    return pad_with_number
+    return pad
 
 
 @dataclass

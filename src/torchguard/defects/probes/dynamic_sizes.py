@@ -69,7 +69,7 @@ def _graphs_of_20_buckets(wrap: _Wrap) -> str | None:
     "padding to buckets does not keep a plain torch.compile from a symbolic dim",
     upstream=issues(190631),
     guarded_probe=lambda: _graphs_of_20_buckets(
-        partial(_double_in_buckets, Buckets.multiples_of(_STEP, _STEP * _BUCKETS))
+        partial(_double_in_buckets, Buckets(range(_STEP, _STEP * _BUCKETS + 1, _STEP)))
     ),
 )
 def auto_dynamic() -> str | None:

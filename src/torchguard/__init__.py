@@ -77,9 +77,9 @@ _PUBLIC = {
 # What the functions above return, for annotations: nobody makes one, so dir() leaves them out.
 _RETURNED = {
     "_events": ("Event",),
+    "bucketing.decorator.call": ("Bucketed",),
+    "bucketing.decorator.module": ("BucketedModule",),
     "bucketing.decorator.stats": ("BucketedStats",),
-    "bucketing.decorator.warmup": ("WarmupReport",),
-    "bucketing.decorator.wrappers": ("Bucketed", "BucketedModule"),
     "bucketing.padding": ("Padded",),
     "checkpoint.whole": ("CheckpointCheck",),
     "defects.diagnosis": ("DoctorReport",),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,24 +22,6 @@ async def later(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-async def one_after_the_other(x: torch.Tensor) -> AsyncIterator[torch.Tensor]:
-    yield x
-
-
-def one_by_one(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from x
-
-
-class AsyncCall:
-    async def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class AsyncModule(nn.Module):
-    async def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 class Doubles(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -49,41 +30,30 @@ class Doubles(nn.Module):
 class TestWhatCannotBeWrapped:
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize(
-        ("make", "message"),
+        "make",
         [
-            *(
-                (make, "which is async: what it returns can't be sliced")
-                for make in (
-                    lambda: later,
-                    lambda: one_after_the_other,
-                    AsyncCall,
-                    AsyncModule,
-                    lambda: functools.partial(later),
-                    lambda: torch.compile(later, backend="eager"),
-                )
-            ),
-            *(
-                (make, "which is a generator: .* return a list")
-                for make in (
-                    lambda: one_by_one,
-                    lambda: torch.no_grad()(one_by_one),
-                )
-            ),
-            *(
-                (make, r"made by torch.jit: pass the module")
-                for make in (
-                    lambda: torch.jit.script(Doubles()),
-                    lambda: torch.jit.trace(double, torch.ones(3)),
-                )
-            ),
-            (lambda: Doubles, r"the class Doubles: pass an instance, bucketed\(Doub"),
-            (lambda: 3, "function is of type int, expected something to call"),
-            (lambda: wrap(double), "function is of type Bucketed: wrap what is inside"),
+            lambda: Doubles,
+            lambda: 3,
+            lambda: wrap(double),
+            lambda: wrap(Doubles()),
+            lambda: torch.jit.script(Doubles()),
         ],
     )
-    def test_is_named(self, make: Callable[[], Any], message: str) -> None:
-        with pytest.raises(TypeError, match=message):
+    def test_is_named(self, make: Callable[[], Any]) -> None:
+        with pytest.raises(TypeError, match="expected a function, a method or an instance of nn"):
             wrap(make())
+
+    def test_a_method_in_the_body_of_its_class(self) -> None:
+        """Python 3.11 and before raise a RuntimeError from it."""
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+
+            class Model:
+                @bucketed(dims={"x": {0: "t"}}, buckets=LADDER)
+                def run(self, x: torch.Tensor) -> torch.Tensor:
+                    return x
+
+        refused = caught.value.__cause__ or caught.value
+        assert "self.run = bucketed(self.run, ...) in __init__" in str(refused)
 
     @pytest.mark.filterwarnings("ignore:coroutine")
     @pytest.mark.parametrize(
@@ -103,16 +73,15 @@ class TestDeclarations:
         ("options", "message"),
         [
             ({"dims": {"z": {0: "t"}}}, "dims names 'z'"),
-            ({"dims": {"x": {0: 3}}}, "expected the name of an axis"),
-            ({"dims": {"x": {"t": 0}}}, r"dimension and then its name: \{0: 't'\}$"),
-            ({"dims": {"x": 0}}, r"dimension and then its name: \{'x': \{0: 't'\}\}$"),
+            ({"dims": {"x": {0: 3}}}, r"dims\['x'\]\[0\] is 3, expected \{dim: name\}"),
+            ({"dims": {"x": {"t": 0}}}, r"is 0, expected \{dim: name\}"),
+            ({"dims": {"x": 0}}, r"is 0, expected \{dim: name\}"),
             ({"fill": {"z": 1}}, "fill names 'z'"),
             ({"buckets": {"u": LADDER}}, "buckets names 'u'"),
             ({"buckets": {}}, "no buckets for 't'"),
             ({"buckets": 8}, "buckets is 8, expected Buckets, a list of sizes"),
             ({"buckets": "auto"}, "buckets is 'auto', expected Buckets, a list of sizes"),
             ({"side": "up"}, "side is 'up'"),
-            ({"overflow": "ignore"}, "overflow is 'ignore'"),
             ({"check_padding": "often"}, "check_padding is 'often'"),
             ({"mask": "m"}, "mask names 'm'"),
             ({"lengths": {"u": "x"}}, "names axis 'u'"),
@@ -131,7 +100,7 @@ class TestDeclarations:
 
     def test_no_dims(self) -> None:
         nothing: Any = {}
-        with pytest.raises(TypeError, match=r"Write bucketed\(function, dims=\{'x': \{1: 't'\}\}"):
+        with pytest.raises(TypeError, match=r"dims is None, expected \{argument"):
             bucketed(double, **nothing)
 
     @pytest.mark.parametrize("value", [3, "text", [torch.ones(3)]])
@@ -213,41 +182,6 @@ def test_a_callback_refuses_what_is_not_bucketed() -> None:
     assert session("resize", buckets={"encoder": wrap(Doubles())})._metrics()
 
 
-def mean(x: torch.Tensor, attention_mask: Any = None, **others: Any) -> torch.Tensor:
-    """The mean of the last dim, of what the mask says is real."""
-    if attention_mask is None:
-        return x.mean(1)
-    weights: torch.Tensor = attention_mask.to(x.dtype)
-    return (x * weights).sum(1) / weights.sum(1)
-
-
-class TestANameThatOnlyKwargsTakes:
-    """``mask="mask"`` for ``attention_mask`` vanishes in ``**kwargs``."""
-
-    @pytest.mark.parametrize(("what", "name"), [("mask", "mask"), ("lengths", "attention_masks")])
-    def test_warns_where_it_is_much_like_another(self, what: str, name: str) -> None:
-        with pytest.warns(
-            UserWarning, match=rf"{what} names '{name}', which only \*\*others takes: is it 'att"
-        ) as e:
-            bucketed(mean, dims={"x": {1: "t"}}, buckets=LADDER, **{what: name})  # type: ignore[call-overload]
-        assert e[0].filename == __file__
-
-    @pytest.mark.parametrize(
-        ("function", "mask"),
-        [
-            (mean, "attention_mask"),
-            (mean, {"attention_mask": "real", "cross_attention_mask": "real"}),
-            (lambda x, **others: mean(x, **others), "attention_mask"),  # noqa: PLW0108 - another signature
-        ],
-        ids=["taken", "a second one", "any name"],
-    )
-    def test_that_is_read_says_nothing(self, function: Any, mask: Any) -> None:
-        x = torch.randn(2, 5)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.allclose(in_time(function, mask=mask)(x), x.mean(1))
-
-
 class Tagger(nn.Module):
     """Embeds tokens and their types, and has a loss where labels are given."""
 
@@ -279,36 +213,26 @@ def ids_of(batch: int, length: int) -> torch.Tensor:
 
 
 class TestAnArgumentThatDimsForgot:
-    @pytest.mark.parametrize("batch", [2, 5])
-    def test_is_named(self, batch: int) -> None:
-        ids = ids_of(batch, 5)
-        with pytest.raises(
-            ValueError, match=rf" types of shape \({batch}, 5\) is as long, .* in dims, "
-        ) as e:
+    def test_is_named(self) -> None:
+        ids = ids_of(2, 5)
+        forgotten = r"not padded: dimension 1 of types, \(2, 5\), with 't': name it in dims"
+        with pytest.raises(ValueError, match=forgotten) as e:
             in_time(Tagger())(ids, ids)
         assert "t: 5 -> 8 in ids" in str(e.value)
-        assert "{..., 'types': {1: 't'}}" in str(e.value)
         assert isinstance(e.value.__cause__, RuntimeError)
 
     def test_is_an_error_of_the_function_if_nothing_is_checked(self) -> None:
         with pytest.raises(RuntimeError, match="must match the size"):
             in_time(Tagger(), check_padding="never")(ids_of(2, 5), ids_of(2, 5))
 
-    def test_several_are_named_and_labels_want_a_fill(self) -> None:
-        ids = ids_of(2, 5)
-        with pytest.raises(ValueError, match="types of shape") as caught:
-            in_time(Tagger())(ids, types=ids, labels=ids)
-        assert "'types': {1: 't'}, 'labels': {1: 't'}" in str(caught.value)
-        assert "{'labels': -100}" in str(caught.value)
-
-    def test_inside_a_container_is_named_as_one_would_type_it(self) -> None:
+    def test_inside_a_container_is_named(self) -> None:
         batch = {"bias": torch.ones(2, 5, 1), "other": torch.ones(3)}
-        with pytest.raises(ValueError, match=r" batch\['bias'\] of shape \(2, 5, 1\) is as"):
+        with pytest.raises(ValueError, match=r"dimension 1 of batch\['bias'\], \(2, 5, 1\), w"):
             in_time(Tagger())(ids_of(2, 5), batch=batch)
 
     def test_another_dim_of_one_that_was_named(self) -> None:
         wrapped = in_time(lambda x, bias: x + bias.sum(0), dims={"x": {1: "t"}, "bias": {0: "t"}})
-        with pytest.raises(ValueError, match=r" bias of shape \(5, 5\) .*'bias': {1: 't'}}"):
+        with pytest.raises(ValueError, match=r"dimension 1 of bias, \(5, 5\), with 't'"):
             wrapped(torch.ones(8, 5), torch.ones(5, 5))
 
     @pytest.mark.parametrize("error", [KeyError("its own"), torch.OutOfMemoryError("no memory")])

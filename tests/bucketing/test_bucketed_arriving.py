@@ -31,7 +31,7 @@ def inverted(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return mean(x, ~mask.bool())
 
 
-def batches(side: Any = "right", rows: int | None = None, **options: Any) -> list[dict[str, Any]]:
+def batches(side: Any = "right", rows: Any = None, **options: Any) -> list[dict[str, Any]]:
     """Return the batches of a loader with :class:`BucketCollator`; each fits its bucket."""
     torch.manual_seed(0)
     samples: Any = [{"x": torch.randn(length, 3)} for length in LENGTHS]
@@ -47,8 +47,6 @@ def padded(length: int, size: int, kind: str = "real") -> tuple[torch.Tensor, to
     x[:, :length], mask[:, :length] = torch.randn(2, length, 3), 1
     if kind == "padding":
         mask = 1 - mask
-    elif kind == "additive":
-        mask = (1 - mask) * -1e9
     return x, mask
 
 
@@ -97,10 +95,10 @@ class TestCheck:
         # Padded as it came, cut, and with two other values in the padding.
         assert runs == [0, 0, 4, 0, 0]
 
-    @pytest.mark.parametrize("kind", ["real", "padding", "additive"])
+    @pytest.mark.parametrize("kind", ["real", "padding"])
     def test_masks_of_every_kind(self, kind: Any) -> None:
         def attends(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            kept = {"real": mask != 0, "padding": mask == 0, "additive": mask > -1}[kind]
+            kept = (mask != 0) == (kind == "real")
             weights = torch.zeros(mask.shape).masked_fill(~kept, float("-inf")).softmax(1)
             return (x * weights[..., None]).sum(1)
 
@@ -171,7 +169,7 @@ class TestCheck:
             scores = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
             return (scores.softmax(1)[..., None] * x).sum(1)
 
-        given = batches(rows=4)
+        given = batches(rows={8: 4, 16: 4})
         wrapped = in_time(attends, dims=DIMS, mask="mask")
         both = bucketed(
             attends,

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import torchguard
-from support.bucketed import LADDER, Counting, Net, in_time, wrap
+from support.bucketed import Counting, Net, in_time, wrap
 from torchguard import Buckets, PaddingLeakError, bucketed
 
 
@@ -109,7 +109,6 @@ class TestWhenItIsMade:
             def __init__(self) -> None:
                 self.model = norm
 
-            @bucketed(dims={"x": {2: "t"}}, buckets=LADDER)
             def loss(self, x: torch.Tensor) -> Any:
                 return self.model(x)
 
@@ -119,7 +118,7 @@ class TestWhenItIsMade:
         calls: dict[str, Callable[[torch.Tensor], Any]] = {
             "closure": wrap(lambda x: 1 * norm(x), dims=dims),
             "argument": lambda x: applied(norm, x),
-            "attribute": Trainer().loss,
+            "attribute": wrap(Trainer().loss, dims=dims),
             "list": wrap(lambda x: 1 * models[0](x), dims=dims),
         }
         x = torch.randn(2, 3, 5)

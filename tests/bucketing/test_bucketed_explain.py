@@ -105,26 +105,6 @@ class TestWhatToType:
     @pytest.mark.parametrize(
         ("function", "dims", "given"),
         [
-            (
-                lambda batch: batch["x"] + batch["more"][0],
-                {"batch": {"x": {1: "t"}}},
-                [{"x": torch.ones(2, 5), "more": [torch.ones(5)]}],
-            ),
-            (lambda *a: a[0] + a[1], {"*0": {1: "t"}}, [torch.ones(2, 5), torch.ones(5)]),
-        ],
-        ids=["in a container", "*args"],
-    )
-    def test_in_dims(self, function: Any, dims: Any, given: Any) -> None:
-        with pytest.raises(ValueError, match="name it in dims, ") as caught:
-            in_time(function, dims=dims)(*given)
-        _, _, typed = str(caught.value).partition("in dims, {..., ")
-        entries = ast.literal_eval("{" + typed)
-        both = {**dims, **{name: {**dims.get(name, {}), **each} for name, each in entries.items()}}
-        assert torch.equal(in_time(function, dims=both)(*given), function(*given))
-
-    @pytest.mark.parametrize(
-        ("function", "dims", "given"),
-        [
             (lambda b: b["x"].amax(1), {"b": {"x": {1: "t"}}}, {"x": torch.ones(2, 5)}),
             (lambda *a: a[0].amax(1), ({1: "t"},), torch.ones(2, 5)),
         ],

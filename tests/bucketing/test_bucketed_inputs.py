@@ -59,13 +59,13 @@ class TestInputs:
         seen: list[Any] = []
 
         wrapped = wrap(
-            lambda a, b, c, d: seen.extend((a, b, c, d)),
-            dims={name: {0: "t"} for name in "abcd"},
-            fill={"a": -100, "b": "repeat-last", "c": "arange", "d": lambda x, n: n},
+            lambda a, b, c: seen.extend((a, b, c)),
+            dims={name: {0: "t"} for name in "abc"},
+            fill={"a": -100, "b": "repeat-last", "c": "arange"},
             check_padding="never",
         )
-        wrapped(*[torch.tensor([0, 1, 5])] * 4)
-        assert [each.tolist() for each in seen] == [[0, 1, 5, last] for last in (-100, 5, 3, 1)]
+        wrapped(*[torch.tensor([0, 1, 5])] * 3)
+        assert [each.tolist() for each in seen] == [[0, 1, 5, last] for last in (-100, 5, 3)]
 
     def test_a_part_of_a_mask_without_a_fill_holds_what_the_mask_does(self) -> None:
         seen: list[Any] = []
@@ -135,7 +135,6 @@ class TestMasks:
         [
             ("real", [True, True, True, False]),
             ("padding", [False, False, False, True]),
-            ("additive", [0.0, 0.0, 0.0, -float("inf")]),
         ],
     )
     def test_of_each_kind(self, kind: Any, expected: list[Any]) -> None:

@@ -129,14 +129,12 @@ class ShapeFormula:
     paths: list[tuple[Any, ...]]
     """Of each leaf."""
 
-    def at(
-        self, *sizes: Mapping[str, int], unconditionally: bool = False
-    ) -> list[list[Any]] | None:
+    def at(self, *sizes: Mapping[str, int]) -> list[list[Any]] | None:
         """Return for each set of sizes those of every leaf; None where they do not hold."""
         found: list[list[Any]] = []
         for each in sizes:
             values = {self.symbols[name]: size for name, size in each.items()}
-            if not unconditionally and any(_value(c, values) is not True for c in self.conditions):
+            if any(_value(c, values) is not True for c in self.conditions):
                 return None
             leaves = [_value(expressions, values) for expressions in self.sizes]
             if any(isinstance(leaf, tuple) and None in leaf for leaf in leaves):

@@ -12,7 +12,6 @@ from torch.utils.data import default_collate
 from torchguard._public import public
 from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
 from torchguard.bucketing.buckets import Buckets, buckets_by_axis
-from torchguard.bucketing.histogram import positive_integer
 from torchguard.bucketing.padding import Side, length_mask, pad_to_bucket
 
 Dims: TypeAlias = Any
@@ -39,17 +38,15 @@ class BucketCollator:
             As ``value`` of :func:`torchguard.pad_to_bucket`.
         collate_fn: makes the batch; torch's own when left out.
         side: where the padding goes.
-        length_key: put ``{axis: length before padding}`` into the batch, a mapping, under this;
-            it is the longest sample's.
         mask_key: put a bool mask (B, S), True where a sample is real, into the batch, a
             mapping, under this; with several axes ``{axis: key}``. Masks that the samples have
             themselves are named in ``dims`` like everything else.
-        batch_sizes: ``{size: rows}`` as of :class:`torchguard.BucketBatchSampler`, or one number
-            of rows: batches with fewer get rows of padding, so that the last ones of an epoch
-            have no shape of their own. Such a row holds ``fill`` (where that is a rule, the last
-            row again), and its mask is False. Tensors that ``dims`` does not name get rows too, and
-            ``fill`` has to say what is in them: ``{"label": -100}``, which ``cross_entropy``
-            leaves out. With several axes ``{axis: {size: rows}}``, for the axis of the sampler.
+        batch_sizes: ``{size: rows}`` of :class:`torchguard.BucketBatchSampler`: batches with fewer
+            rows get rows of padding, so that the last ones of an epoch have no shape of their own.
+            Such a row holds ``fill`` (where that is a rule, the last row again), and its mask is
+            False. Tensors that ``dims`` does not name get rows too, and ``fill`` has to say what is
+            in them: ``{"label": -100}``, which ``cross_entropy`` leaves out. Of several axes it is
+            the first that has buckets of these sizes.
 
     Raises:
         TypeError: ``dims`` does not name dimensions of tensors.
@@ -76,9 +73,8 @@ class BucketCollator:
         fill: Any = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         side: Side = "right",
-        length_key: str | None = None,
         mask_key: str | Mapping[str, str] | None = None,
-        batch_sizes: int | Mapping[int, int] | Mapping[str, Mapping[int, int]] | None = None,
+        batch_sizes: Mapping[int, int] | None = None,
     ) -> None:
         self._declared = _declared(dims)
         axes = dict.fromkeys(axis for _, each in self._declared for axis in each.values())
@@ -91,10 +87,12 @@ class BucketCollator:
         self._fills = {path: each for path, each in _leaves(fill) if each is not None}
         if self._batch_sizes is None:
             # With rows of padding fill also names what dims does not: it is checked with the batch.
-            _check_fills(fill, self._fills, dict(self._declared))
+            for path in self._fills.keys() - dict(self._declared):
+                raise ValueError(
+                    f"BucketCollator: {keystr('fill', path)} is given, which dims does not pad"
+                )
         self._collate_fn = collate_fn
         self._side: Side = side
-        self._length_key = length_key
         self._mask_keys = _mask_keys(mask_key, axes)
         if side == "left" and collate_fn is default_collate and "arange" in self._fills.values():
             raise ValueError(
@@ -119,9 +117,7 @@ class BucketCollator:
         if self._collate_fn is default_collate:
             samples, lengths = self._evened(samples)
         # A collate_fn of the user's own evens the samples out by itself: it alone knows how.
-        batch, real, sizes = self._padded(self._collate_fn(samples))
-        if self._length_key is not None:
-            _put(batch, self._length_key, real, "length_key")
+        batch, sizes = self._padded(self._collate_fn(samples))
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
@@ -133,13 +129,12 @@ class BucketCollator:
                         mask = pad_to_bucket(mask, 0, sizes[name], side=self._side).tensor
             if self._batch_sizes is not None:
                 mask = pad_to_bucket(mask, 0, self._rows(sizes)).tensor
-            _put(batch, key, mask, "mask_key")
+            _put(batch, key, mask)
         return batch
 
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
         """Pad each sample to the longest; also return how long they were, by axis."""
         parts = [self._parts_of_sample(sample, index) for index, sample in enumerate(samples)]
-        _give_empty_lists_a_dtype(parts)
         lengths: dict[str, list[int]] = {}
         for index, inside in enumerate(parts):
             for axis, length in _lengths(inside).items():
@@ -172,8 +167,8 @@ class BucketCollator:
                 found.append(part._replace(value=tensor, dims=dims))
         return found
 
-    def _padded(self, batch: Any) -> tuple[Any, dict[str, int], dict[str, int]]:
-        """Pad a batch to its buckets; also return the length of each axis, and its bucket."""
+    def _padded(self, batch: Any) -> tuple[Any, dict[str, int]]:
+        """Pad a batch to its buckets; also return the bucket of each axis."""
         parts = list(self._parts(batch, "batch"))
         for part in parts:
             if not isinstance(part.value, torch.Tensor):
@@ -186,7 +181,7 @@ class BucketCollator:
         padded = {part.path: self._pad(part, sizes) for part in parts}
         if self._batch_sizes is not None:
             padded = self._with_rows(batch, padded, sizes)
-        return replace(batch, padded), real, sizes
+        return replace(batch, padded), sizes
 
     def _parts(self, value: Any, label: str) -> Iterator[_Part]:
         """Yield the parts of a sample or of a batch that ``dims`` names."""
@@ -295,6 +290,8 @@ def _tensor(value: Any) -> torch.Tensor | None:
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, np.ndarray) or _is_sequence(value):
+        if not len(value) and not isinstance(value, np.ndarray):
+            return torch.empty(0, dtype=torch.int64)  # torch's float would make floats of all ids
         try:
             if len(value) and isinstance(value[0], torch.Tensor):
                 return torch.stack(list(value))
@@ -305,24 +302,13 @@ def _tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
-def _give_empty_lists_a_dtype(samples: list[list[_Part]]) -> None:
-    """Let ``[]`` among lists of integers be integers: torch makes a float tensor of it."""
-    like = {part.path: part.value for parts in samples for part in parts if part.value.numel()}
-    for parts in samples:
-        for place, part in enumerate(parts):
-            other, shape = like.get(part.path), part.value.shape
-            if other is not None and not part.value.numel():
-                shape = shape if len(shape) == other.dim() else (0, *other.shape[1:])
-                parts[place] = part._replace(value=other.new_empty(shape))
-
-
-def _put(batch: Any, key: str, value: Any, what: str) -> None:
+def _put(batch: Any, key: str, value: Any) -> None:
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"BucketCollator: {what} needs a batch that is a mapping, got one of type "
+            f"BucketCollator: mask_key needs a batch that is a mapping, got one of type "
             f"{type(batch).__name__}"
         )
-    if what == "mask_key" and key in batch:
+    if key in batch:
         raise ValueError(
             f"BucketCollator: the samples have {key!r} themselves: name it in dims in place of "
             "mask_key"
@@ -355,33 +341,18 @@ def _batch_sizes(
     """Return which axis decides on the number of rows, and ``{size: rows}``."""
     if given is None:
         return None
-    axes = ", ".join(sorted(buckets))
-    if isinstance(given, int) and not isinstance(given, bool):
-        axis, ladder = next(iter(buckets.items()))
-        given = {axis: dict.fromkeys(ladder, given)}
     if not isinstance(given, Mapping):
         raise TypeError(
             f"BucketCollator: batch_sizes is {given!r}, expected sampler.batch_sizes, a dict "
-            "{size: rows}, or a number of rows"
+            "{size: rows}"
         )
-    if not any(isinstance(each, Mapping) for each in given.values()):
-        if len(buckets) > 1:
-            raise ValueError(
-                f"BucketCollator: dims has axes {axes}: pass batch_sizes={{axis: {{size: rows}}}} "
-                "for the one that the sampler was given the lengths of"
-            )
-        given = dict.fromkeys(buckets, given)
-    if len(given) != 1 or not given.keys() <= buckets.keys():
-        raise ValueError(f"BucketCollator: batch_sizes is {given!r}, expected one axis of {axes}")
-    [(axis, rows)] = given.items()
-    for size in buckets[axis]:
-        if size not in rows:
-            raise ValueError(
-                f"BucketCollator: batch_sizes has no {size}, which is a bucket of {axis!r}: "
-                "give collator and sampler the same buckets"
-            )
-        positive_integer(rows[size], f"batch_sizes[{size}]", "BucketCollator")
-    return axis, rows
+    for axis, ladder in buckets.items():
+        if all(size in given for size in ladder):
+            return axis, given
+    raise ValueError(
+        f"BucketCollator: batch_sizes has the sizes {', '.join(map(repr, given))}, expected those "
+        f"of the buckets of {' or '.join(buckets)}: give collator and sampler the same buckets"
+    )
 
 
 def _is_leaf(dims: Any) -> bool:
@@ -411,13 +382,3 @@ def _declared(dims: Dims) -> list[tuple[KeyPath, dict[int, str]]]:
                 "{dimension: axis name}, such as {1: 't'}"
             )
     return declared
-
-
-def _check_fills(fill: Any, fills: Iterable[KeyPath], declared: Iterable[KeyPath]) -> None:
-    """Refuse a fill for something that is not padded: it is a misspelt name."""
-    kinds = {tuple(map(type, path)) for path in declared}
-    for path in fills:
-        if tuple(map(type, path)) not in kinds:
-            raise TypeError(f"BucketCollator: fill is {fill!r}, expected the structure of dims")
-        if path not in declared:
-            raise ValueError(f"BucketCollator: {keystr('fill', path)} is given, but not padded")

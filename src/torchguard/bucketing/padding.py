@@ -6,7 +6,7 @@ Shapes: L the length that is there, S the bucket's size, S - L what is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,12 +17,9 @@ from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 
 Side: TypeAlias = Literal["left", "right"]
-Fill: TypeAlias = (
-    complex
-    | Literal["repeat-last", "arange"]
-    | Callable[[torch.Tensor, int], "torch.Tensor | complex"]
-)
-"""What padding holds: a number, a rule, or a function of the tensor and the missing length."""
+Fill: TypeAlias = complex | Literal["repeat-last", "arange"]
+"""What padding holds: a number, or a rule."""
+_EXPECTED = "expected a number, 'repeat-last' or 'arange'"
 
 
 @public
@@ -53,9 +50,8 @@ def pad_to_bucket(
         dim: the dimension to pad; negative counts from the end.
         buckets: the ladder, its sizes in a list, or the one size to pad to.
         value: what the padding holds. A number that the dtype can hold; ``"repeat-last"``, the
-            element next to the padding; ``"arange"``, each position's index along ``dim``,
-            so that position numbers continue; or a function of ``x`` and the missing length, which
-            returns a number or a tensor that broadcasts to the padding's shape.
+            element next to the padding; or ``"arange"``, each position's index along ``dim``,
+            so that position numbers continue.
         side: where the padding goes, ``"right"`` of the data or ``"left"``.
 
     Returns:
@@ -79,19 +75,14 @@ def pad_to_bucket(
     _check_side(side, "pad_to_bucket")
     if not missing:
         return Padded(x, length)
-    if callable(value):
-        with torch.no_grad():
-            value = value(x.detach(), missing)  # type: ignore[assignment]
     if isinstance(value, np.generic):
         value = value.item()
-    number: complex = 0
-    if isinstance(value, (int, float, complex)):
-        check_number(value, x.dtype)
-        number = value
+    number = 0 if isinstance(value, str) else value
+    check_number(number, x.dtype)
     # (0, 0) for each later dimension, then this one's left and right.
     own = (missing, 0) if side == "left" else (0, missing)
     padded = torch.constant_pad_nd(x, (0, 0) * (x.dim() - 1 - dim) + own, number)
-    if not isinstance(value, (int, float, complex)):
+    if isinstance(value, str):
         start = 0 if side == "left" else length
         _write(value, padded.narrow(dim, start, missing), x, dim, start)
     return Padded(padded, length)
@@ -184,8 +175,10 @@ def _check_side(side: str, operation: str) -> None:
         raise ValueError(f"{operation}: side is {side!r}, expected 'right' or 'left'")
 
 
-def check_number(value: complex, dtype: torch.dtype) -> None:
-    """Raise unless the dtype holds the number."""
+def check_number(value: Any, dtype: torch.dtype) -> None:
+    """Raise unless it is a number that the dtype holds."""
+    if not isinstance(value, (int, float, complex)):
+        raise TypeError(f"pad_to_bucket: value is {value!r}, {_EXPECTED}")
     if value != 0 and not _fits(value, dtype):
         raise TypeError(f"pad_to_bucket: value={value!r} does not fit {dtype}")
 
@@ -204,38 +197,21 @@ def _fits(value: complex, dtype: torch.dtype) -> bool:
     return limits.min <= value <= limits.max
 
 
-def _write(value: Any, padding: torch.Tensor, x: torch.Tensor, dim: int, start: int) -> None:
-    """Write a rule, or the tensor that a function has made, into the padding of ``x``."""
-    if isinstance(value, torch.Tensor):
-        if value.dtype != x.dtype or value.device != x.device:
-            raise TypeError(
-                f"pad_to_bucket: value returned {value.dtype} on {value.device}, expected "
-                f"{x.dtype} on {x.device}"
-            )
-        made = value.detach()
-    elif isinstance(value, str) and value == "repeat-last":
+def _write(rule: str, padding: torch.Tensor, x: torch.Tensor, dim: int, start: int) -> None:
+    """Write what a rule says into the padding of ``x``, which begins at ``start``."""
+    if rule == "repeat-last":
         if not x.shape[dim]:
             raise ValueError(
                 f"pad_to_bucket: value='repeat-last', but x of shape {tuple(x.shape)} has nothing "
                 f"to repeat in dim {dim}"
             )
-        made = x.detach().narrow(dim, 0 if start == 0 else start - 1, 1)
-    elif isinstance(value, str) and value == "arange":
+        padding.copy_(x.detach().narrow(dim, max(start - 1, 0), 1))
+    elif rule == "arange":
         stop = start + padding.shape[dim]
         if x.dtype.is_complex or x.dtype == torch.bool or not _fits(stop - 1, x.dtype):
             raise TypeError(f"pad_to_bucket: value='arange' to {stop - 1} does not fit {x.dtype}")
         # Counted as int64: arange itself has no kernel for uint16 and the like.
         numbers = torch.arange(start, stop, device=x.device)
-        made = numbers.view(-1, *[1] * (x.dim() - 1 - dim))
+        padding.copy_(numbers.view(-1, *[1] * (x.dim() - 1 - dim)))
     else:
-        raise TypeError(
-            f"pad_to_bucket: value is {value!r}, expected a number, 'repeat-last', 'arange' or a "
-            "function that returns a number or a tensor"
-        )
-    try:
-        padding.copy_(made)
-    except RuntimeError:
-        raise ValueError(
-            f"pad_to_bucket: value returned shape {tuple(made.shape)}, which does not broadcast to "
-            f"the padding's, {tuple(padding.shape)}"
-        ) from None
+        raise TypeError(f"pad_to_bucket: value is {rule!r}, {_EXPECTED}")

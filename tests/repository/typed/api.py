@@ -87,7 +87,6 @@ def bucketed() -> None:
         model, dims={"x": {1: "t"}}, buckets=ladder, fill={"x": 0}, compile={"backend": "eager"}
     )
     assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
-    assert_type(wrapped.warmup(torch.ones(2, 5)), torchguard.WarmupReport)
     assert_type(wrapped.stats(), torchguard.BucketedStats)
     assert_type(wrapped.stats().compiled, bool)
     assert_type(wrapped.stats().seen, dict[Any, int])
@@ -109,18 +108,11 @@ def bucketed() -> None:
     sums = torchguard.bucketed(masked, dims=options, buckets=[16], mask="mask", fill={"x": 0})
     assert_type(sums(torch.ones(2, 5)), torch.Tensor)
 
-    class Adder:
-        @torchguard.bucketed(dims={"x": {0: "t"}}, buckets=[8])
-        def add(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    assert_type(Adder().add(torch.ones(5)), torch.Tensor)
-    assert_type(Adder().add.stats(), torchguard.BucketedStats)
     layer = torchguard.bucketed(torch.nn.Linear(2, 2), dims=({0: "t"},), buckets=[8], compile=False)
     assert_type(layer, torchguard.BucketedModule)
     assert_type(layer.stats(), torchguard.BucketedStats)
     a_module: torch.nn.Module = layer
-    named: torchguard.Bucketed[..., torch.Tensor] = sums
+    named: torchguard.Bucketed[torch.Tensor] = sums
     del a_module, named
 
 

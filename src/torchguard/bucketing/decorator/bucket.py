@@ -284,7 +284,8 @@ def _pad(each: Input, dims: Sequence[tuple[int, int]], side: Side) -> Callable[.
     if fill == "repeat-last" and 0 in shape:
         fill = 0  # nothing is there to repeat, and nothing of it will be seen
     if isinstance(fill, (bool, int, float, complex)):
-        check_number(fill, each.dtype)
+        if fill:  # each dtype has a 0
+            check_number(fill, each.dtype)
         pads = [0] * (2 * len(shape))
         for dim, size in dims:
             # constant_pad_nd counts from the last dim, left before right.
@@ -312,7 +313,6 @@ class Plan:
     inputs: tuple[Input, ...]
     sizes: AxisSizes
     buckets: AxisSizes
-    """Empty where nothing is padded: a size above the largest bucket."""
     side: Side
     bucket: Bucket
     graph: Graph
@@ -326,7 +326,7 @@ class Plan:
     pads: tuple[tuple[int, Callable[..., torch.Tensor]], ...] = ()
     """The index of each leaf to pad, and what pads it."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Label and padded shape of each input; empty where nothing is padded."""
+    """Label and padded shape of each input."""
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
@@ -342,7 +342,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         pads, shapes = [], []
-        for each in self.inputs if self.buckets else ():
+        for each in self.inputs:
             shape = each.padded(self.buckets)
             shapes.append((each.label, shape))
             dims = [(dim, shape[dim]) for dim, _ in each.axes if shape[dim] != each.shape[dim]]
@@ -350,9 +350,8 @@ class Plan:
                 pads.append((each.index, _pad(each, dims, self.side)))
         self.pads, self.shapes = tuple(pads), tuple(shapes)
         # The product stands for the work of a call: with a batch and a length it counts tokens.
-        padded = [self.buckets.get(axis, size) for axis, size in self.sizes.items()]
         self.real = self.rows * math.prod(self.sizes.values())
-        self.padded = self.rows * math.prod(padded)
+        self.padded = self.rows * math.prod(self.buckets.values())
 
     def count_real(self, leaves: Sequence[Any]) -> Any:
         """Return how much of a call is real: by what the caller says, if he does.
@@ -395,29 +394,22 @@ class Case(NamedTuple):
     def given(self, extras: Mapping[str, Any], fills: Mapping[int, Any] | None) -> Given:
         """Return what a function is called with, padded unless ``fills`` is None.
 
-        Behind the leaves of the call come those of its owner, which may be a dataclass of tensors.
-        If one requires a gradient, a new leaf of autograd's graph takes its place.
+        If a leaf requires a gradient, a new leaf of autograd's graph takes its place.
         """
-        call = self.call
-        leaves = [*call.leaves, *(flatten(call.owner)[0] if call.owner else ())]
         sources = {
             place: leaf.detach().requires_grad_()
-            for place, leaf in enumerate(leaves)
+            for place, leaf in enumerate(self.call.leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
         }
-        leaves = [sources.get(place, leaf) for place, leaf in enumerate(leaves)]
-        count = len(call.leaves)
-        given, owned = leaves[:count], leaves[count:]
+        given = self.call.with_leaves(sources).leaves
         if fills is not None:
             padded = {index for index, _ in self.plan.pads}
             given = self.plan.pad(given, fills)
             for index, content in self.content.items():
                 if index in padded and index not in fills:
                     given[index] = torch.where(self.region(index), given[index], content)
-        args, kwargs = call.bind(extras, given)
-        if owned:
-            args[: len(call.owner)] = unflatten(owned, call.owner)
-        return Given([*given, *owned], args, kwargs, sources)
+        args, kwargs = self.call.bind(extras, given)
+        return Given(given, args, kwargs, sources)
 
 
 def kind_of_call(specialization: Specialization, inputs: Iterable[Input]) -> Any:
@@ -446,6 +438,5 @@ def sizes_of(plan: Plan) -> str:
     shown = []
     for axis, size in plan.sizes.items():
         label = next((e.label for e in plan.inputs for _, name in e.axes if name == axis), "")
-        target = f" -> {plan.buckets[axis]}" if axis in plan.buckets else ""
-        shown.append(f"{axis}: {size}{target} in {label}")
+        shown.append(f"{axis}: {size} -> {plan.buckets[axis]} in {label}")
     return ", ".join(shown)

@@ -1,13 +1,19 @@
-"""A call: flatten the arguments, look up the plan, pad, run, slice the output."""
+"""A call: flatten the arguments, look up the plan, pad, run, slice the output.
+
+And what ``bucketed`` returns for a function.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -30,6 +36,7 @@ from torchguard.bucketing.decorator.bucket import (
 from torchguard.bucketing.decorator.compiled import (
     RECOMPILE_LIMIT,
     Compiler,
+    compiler_for,
     compiling,
     graph_for,
 )
@@ -37,6 +44,15 @@ from torchguard.bucketing.decorator.masking import counts_of, fresh_extras, make
 from torchguard.bucketing.decorator.options import Spec, find_buckets, find_inputs
 from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
 from torchguard.bucketing.decorator.prove import check_padding
+from torchguard.bucketing.decorator.stats import BucketedStats, stats_of
+from torchguard.bucketing.decorator.warmup import warm_up
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.api import Options
+
+Settings: TypeAlias = Callable[[Any, Any], dict[str, Any]]
+"""Makes the settings for ``torch.compile`` of the function and of what ``compile=`` says."""
+_Result_co = TypeVar("_Result_co", covariant=True)
 
 # Each distinct shape of the inputs has a plan of some kilobytes.
 _PLANS_KEPT = 8192
@@ -46,21 +62,27 @@ class Caller:
     """Runs one function through its buckets."""
 
     def __init__(
-        self, function: Callable[..., Any], compiler: Compiler | None, spec: Spec, name: str
+        self,
+        function: Callable[..., Any],
+        compiler: Compiler | None,
+        options: Options,
+        owner: tuple[Any, ...] = (),
     ) -> None:
+        """``owner`` comes first in what the function is given: a module for its forward."""
         self.compiler = compiler
         self.function = function
-        self.spec = spec
-        self.name = name
+        self.owner = owner
+        self.name = getattr(function, "__qualname__", type(function).__name__) + "()"
+        self.spec = Spec.of(function, options, bound=bool(owner))
         self.lock = threading.Lock()
         self.buckets: dict[tuple[int, ...], Bucket] = {}
-        self.output_shapes = OutputShapes(self.function, spec, name)
+        self.output_shapes = OutputShapes(self.function, self.spec, self.name)
         self._uncompiled = Graph(self.function)
         self._seen: dict[tuple[int, ...], list[int]] = {}
         self._plans: dict[Any, Plan] = {}
         self._global_state: Callable[[], tuple[Any, ...]] | None = None
         self._warned = self._warned_of_compiling_around = False
-        self._always = spec.options["check_padding"] == "always"
+        self._always = options["check_padding"] == "always"
 
     def seen(self) -> dict[tuple[int, ...], int]:
         """Return how often each combination of the sizes of the axes was called."""
@@ -69,14 +91,12 @@ class Caller:
 
     # ---- in every call ----
 
-    def __call__(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the function; ``owner`` comes first in what it is given."""
-        plan, leaves, nested = self._look_up(owner, args, kwargs)
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function: pad, run, slice."""
+        plan, leaves, nested = self._look_up(args, kwargs)
         first = not plan.ready or plan.open or self._always
         if first or nested or plan.extras:
-            call = Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
+            call = Call(plan.signature, self.owner, [*args, *kwargs.values()], leaves)
             if first:
                 return self._make_whole(plan, call)
             return self._call(plan, plan.graph.run, call)
@@ -87,16 +107,16 @@ class Caller:
         if kwargs:
             count = len(args)
             named = dict(zip(kwargs, leaves[count:], strict=True))
-            output = plan.graph.run(*owner, *leaves[:count], **named)
+            output = plan.graph.run(*self.owner, *leaves[:count], **named)
         else:
-            output = plan.graph.run(*owner, *leaves)
-        return self._finish(plan, real, output, owner, args, kwargs)
+            output = plan.graph.run(*self.owner, *leaves)
+        return self._finish(plan, real, output, args, kwargs)
 
     def _look_up(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Plan, list[Any], bool]:
         """Return the plan for a call, its leaves, and whether any is inside of a container."""
-        global_state = (self._global_state or self._global_state_for(owner))()
+        global_state = (self._global_state or self._global_state_for())()
         arguments: Iterable[Any] = (*args, *kwargs.values()) if kwargs else args
         # The key of the plan: all that it, or a compiled graph, depends on.
         key: list[Any] = [global_state, len(args), *kwargs]
@@ -123,7 +143,7 @@ class Caller:
                         key.append(leaf_key(leaf))
         plan = self._plans.get(tuple(key))
         if plan is None:
-            plan = self._new_plan(tuple(key), global_state, owner, args, kwargs)
+            plan = self._new_plan(tuple(key), global_state, args, kwargs)
         return plan, leaves, nested
 
     def _call(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
@@ -157,14 +177,14 @@ class Caller:
 
     def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
         """Take the real part of an output of a new kind."""
-        call = given[0] if len(given) == 1 else Call.of(self.spec, *given)
+        call = given[0] if len(given) == 1 else Call.of(self.spec, self.owner, *given)
         with COMPILE_LOCK, uncompiled():
             return self.output_shapes.slice(plan, call, output)
 
-    def _global_state_for(self, owner: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
+    def _global_state_for(self) -> Callable[[], tuple[Any, ...]]:
         """Return what reads whether gradients, inference mode, autocast and training are on."""
         # Weak: a function looks its globals up by name, so they may be gone before it is.
-        modules = [weakref.ref(each) for each in reachable_modules(self.function, owner)]
+        modules = [weakref.ref(each) for each in reachable_modules(self.function, self.owner)]
 
         def global_state() -> tuple[Any, ...]:
             modes = (
@@ -182,10 +202,8 @@ class Caller:
 
     # ---- the plan of a shape ----
 
-    def _new_plan(
-        self, key: Any, state: tuple[Any, ...], owner: tuple[Any, ...], args: Any, kwargs: Any
-    ) -> Plan:
-        call = Call.of(self.spec, owner, args, kwargs)
+    def _new_plan(self, key: Any, state: tuple[Any, ...], args: Any, kwargs: Any) -> Plan:
+        call = Call.of(self.spec, self.owner, args, kwargs)
         inputs, sizes = find_inputs(self.spec, call)
         buckets = find_buckets(self.spec, sizes, inputs)
         extras: dict[str, torch.Tensor] = {}
@@ -222,7 +240,7 @@ class Caller:
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
             # It runs what is inside a transform of torch.func uncompiled.
-            if self.compiler is not None and buckets and not specialization.transformed:
+            if self.compiler is not None and not specialization.transformed:
                 plan.graph = graph_for(self.function, self.compiler, plan)
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
@@ -246,7 +264,7 @@ class Caller:
         Returns whether there was any to check.
         """
         when = "always" if anew else self.spec.options["check_padding"]
-        able = bool(plan.buckets) and not plan.specialization.transformed and when != "never"
+        able = not plan.specialization.transformed and when != "never"
         if able and when == "first":
             bucket = plan.bucket
             able = not (bucket.covers(plan) if plan.pads else plan.kind in bucket.proven)
@@ -285,15 +303,13 @@ class Caller:
             "not name are compiled in. Pass a number as a tensor, name a size in dims"
         )
 
-    def called_from_compiled_code(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called_from_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call where Dynamo is watching; it must not compile what is here."""
         # A skip mark holds for one frame, disable() for all that it calls, too.
         # https://docs.pytorch.org/docs/stable/compile/programming_model.skipped_functions.html
-        return torch.compiler.disable(self._warn_and_call)(owner, args, kwargs)
+        return torch.compiler.disable(self._warn_and_call)(args, kwargs)
 
-    def _warn_and_call(self, owner: Any, args: Any, kwargs: Any) -> Any:
+    def _warn_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         asked = self.compiler is not None or self.spec.options["compile"] is not None
         if not asked and not self._warned_of_compiling_around:
             self._warned_of_compiling_around = True
@@ -304,32 +320,23 @@ class Caller:
                 " ...} with torch.compile's arguments (in place of torch.compile around it, or of "
                 "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled"
             )
-        return self(owner, args, kwargs)
+        return self(args, kwargs)
 
     # ---- besides calls ----
 
-    def verify(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Check these inputs, whatever was checked before.
-
-        Raises:
-            PaddingLeakError: padding changes the answer or a gradient.
-            ValueError: they are above the largest bucket, or nothing of them is padding.
-        """
-        plan, call = self.plan_for(owner, args, kwargs)
+    def verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check these inputs, whatever was checked before."""
+        plan, call = self.plan_for(args, kwargs)
         if not self.prove(plan, call, anew=True):
-            why = " is above the largest bucket"
-            if plan.buckets:
-                why = ", so nothing is padded; pass shorter inputs, or a mask that says what is"
-            raise ValueError(f"bucketed: nothing to check: {sizes_of(plan)}{why}")
+            raise ValueError(
+                f"bucketed: nothing to check: {sizes_of(plan)}, so nothing is padded; pass shorter "
+                "inputs, or a mask that says what is"
+            )
 
-    def plan_for(
-        self, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Plan, Call]:
+    def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Call]:
         """Return the plan for a call that is not made now."""
-        plan, leaves, _ = self._look_up(owner, args, kwargs)
-        return plan, Call(plan.signature, owner, [*args, *kwargs.values()], leaves)
+        plan, leaves, _ = self._look_up(args, kwargs)
+        return plan, Call(plan.signature, self.owner, [*args, *kwargs.values()], leaves)
 
 
 def _cloned(output: Any) -> Any:
@@ -337,3 +344,109 @@ def _cloned(output: Any) -> Any:
     leaves, _ = flatten(output)
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return unflatten(copies, output)
+
+
+# ---- what bucketed() returns ----
+
+
+class Methods:
+    """What a bucketed function and a bucketed module have besides their call."""
+
+    __slots__ = ()
+
+    def _bucketed_caller(self) -> Caller:
+        raise NotImplementedError
+
+    def stats(self) -> BucketedStats:
+        """Return what has run so far: calls, buckets, waste, compile time, graphs, sizes seen."""
+        return stats_of(self._bucketed_caller())
+
+    def warmup(self, *example: Any, **keywords: Any) -> None:
+        """Compile and check every bucket, the largest first, so that no call waits for it.
+
+        The example is cut or padded to the size of the bucket, which is compiled (with gradients
+        on, the backward too), and to the smallest size that enters it, with which padding is
+        checked and sizes of outputs are derived. Parameters, buffers, gradients and RNG state
+        stay as they are; an argument that the function writes does not. Padding that changes the
+        answer is a warning.
+
+        Args:
+            example: arguments as in a call.
+            keywords: those by name.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: a bucket does not fit into memory.
+            ValueError: ``buckets`` was left out, and no call has made one yet.
+        """
+        warm_up(self._bucketed_caller(), example, keywords)
+
+    def verify(self, *inputs: Any, **keywords: Any) -> None:
+        """Check these inputs now: raise unless padding leaves answer and gradients as they are.
+
+        Raises:
+            PaddingLeakError: padding changes the answer or a gradient.
+            ValueError: nothing of the inputs is padding.
+        """
+        self._bucketed_caller().verify(inputs, keywords)
+
+
+class Bucketed(Methods, Generic[_Result_co]):
+    """What :func:`bucketed` returns for a function."""
+
+    __name__: str
+
+    def __init__(self, function: Callable[..., _Result_co], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        vars(self).pop("stats", None)  # what verified() has put on a function
+        self._given = function
+        self._options = options
+        original, compiler = compiler_for(function, options["compile"])
+        if isinstance(original, torch.nn.Module):
+            raise TypeError("bucketed: wrap the module, not its compiled call")
+        self._caller = Caller(original, compiler, options)
+
+    def _bucketed_caller(self) -> Caller:
+        return self._caller
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Result_co:
+        """Pad, run, slice."""
+        caller = self._caller
+        if _torch.frame_callback() not in NOT_TRACING:
+            return caller.called_from_compiled_code(args, kwargs)  # type: ignore[no-any-return]
+        return caller(args, kwargs)  # type: ignore[no-any-return]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        raise TypeError(
+            f"bucketed: {owner.__name__}.{name} is wrapped in the body of its class, but each "
+            f"instance needs graphs of its own: wrap the instance, bucketed({owner.__name__}(...), "
+            f"...), or its method, self.{name} = bucketed(self.{name}, ...) in __init__"
+        )
+
+    def __torchguard_compile__(self, settings: Settings) -> Bucketed[_Result_co]:
+        """Return the same with other settings for ``torch.compile``."""
+        compile_ = settings(self._given, self._options["compile"])
+        return Bucketed(self._caller.function, {**self._options, "compile": compile_})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # pickle finds a decorated function under its name; it is this object itself.
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (Bucketed, (self._given, self._options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # As what it wraps: a function is the same after a deepcopy, a bound method is another.
+        given = copy.deepcopy(self._given, memo)
+        return self if given is self._given else Bucketed(given, self._options)
+
+    def __repr__(self) -> str:
+        return f"<bucketed {getattr(self, '__qualname__', self._given)!s}>"
+
+
+# None: Dynamo is off. False: it runs what is compiled, and compiles nothing.
+# https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/eval_frame.c
+NOT_TRACING = frozenset({None, False})
+"""What Dynamo's frame callback is outside of a compiled function."""
+
+_torch.mark_untraced(Bucketed.__call__)

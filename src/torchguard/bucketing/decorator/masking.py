@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from torchguard.bucketing.decorator.bucket import Call, Input, Plan
     from torchguard.bucketing.decorator.options import AxisSizes, Spec
 
-MaskKind: TypeAlias = Literal["real", "padding", "additive"]
-"""A mask is True (or 1) where the data is real, True where it is padding, or holds 0 and -inf
-to add to scores."""
-
-_MASKED_BELOW = -1000.0
-"""What is added to scores that are not to count is below this."""
+MaskKind: TypeAlias = Literal["real", "padding"]
+"""Whether a mask is True (or 1) where the data is real, or where it is padding."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,10 @@ class Mask:
     @property
     def fill(self) -> float:
         """What to extend the caller's own mask with."""
-        return {"real": 0, "padding": 1, "additive": float("-inf")}[self.kind]
+        return float(self.kind == "padding")
 
     def real(self, given: torch.Tensor) -> torch.Tensor:
         """Return which positions of a mask that the caller gives are real."""
-        if self.kind == "additive":
-            return given > _MASKED_BELOW  # 0, a bias, or -inf, the smallest number, -10,000
         return (given != 0) if self.kind == "real" else (given == 0)
 
 
@@ -61,8 +55,8 @@ def masks_of(given: Any, axes: Sequence[str]) -> list[Mask]:
         axis, kind = value if isinstance(value, tuple) else (None, value)
         if kind not in get_args(MaskKind):
             raise ValueError(
-                f"bucketed: mask of {argument!r} is {value!r}, expected 'real', 'padding' or "
-                "'additive', or an axis and one of these"
+                f"bucketed: mask of {argument!r} is {value!r}, expected 'real' or "
+                "'padding', or an axis and one of these"
             )
         masks.append(Mask(argument, _axis(axis, axes, "mask", argument), kind))
     return masks
@@ -109,9 +103,8 @@ def make_extras(
             # https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
             made[argument] = torch.tensor(sizes[axis], device=_holder(inputs, axis)[0].device)
     for argument, mask in spec.masks.items():
-        # Above the largest bucket nothing is padded, but the function may insist on a mask.
-        if given.get(argument) is None and (buckets or argument in spec.required):
-            made[argument] = _made_mask(spec, mask, inputs, sizes, buckets or sizes)
+        if given.get(argument) is None:
+            made[argument] = _made_mask(spec, mask, inputs, sizes, buckets)
     return made
 
 
@@ -128,8 +121,6 @@ def _made_mask(
             rows = holder.shape[0]
             [is_row] = length_mask([rows], holder.padded(buckets)[0], side=side, device=device)
             real = is_row[:, None] & real
-        if mask.kind == "additive":
-            return torch.zeros(real.shape, device=device).masked_fill(~real, float("-inf"))
         # A new tensor of version 0: a later one says that the function wrote to it.
         return ~real if mask.kind == "padding" else real.clone()
 

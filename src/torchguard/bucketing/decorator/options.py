@@ -6,7 +6,6 @@ https://pytorch.org/docs/stable/export.html#expressing-dynamism
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import threading
 from bisect import bisect_left
@@ -17,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from torchguard._events import warn_user
 from torchguard._pytree import KeyPath, children, key_paths, keystr
 from torchguard.bucketing.buckets import Buckets, buckets_by_axis
 from torchguard.bucketing.decorator.bucket import Call, Input
 from torchguard.bucketing.decorator.masking import Mask, lengths_of, mask_axes, masks_of
 
 if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.api import MaskingOptions
+    from torchguard.bucketing.decorator.api import Options
 
 # ---- the declaration, matched with the arguments of a function ----
 
@@ -33,34 +31,23 @@ AxisSizes: TypeAlias = dict[str, int]
 
 
 class Ladder:
-    """The buckets of one axis. With ``growing`` a size above the largest adds one."""
+    """The buckets of one axis: those given, or powers of two as they are needed."""
 
-    def __init__(self, given: Buckets | None, *, growing: bool) -> None:
+    def __init__(self, given: Buckets | None) -> None:
         self.sizes = [] if given is None else list(given)
         self._powers = given is None
-        self._growing = growing
         self._lock = threading.Lock()
 
     def bucket_for(self, size: int) -> int | None:
-        """Return the smallest bucket that holds a size, None if there is none.
-
-        Without buckets it is the next power of two, whatever there is; a bucket that grows is at
-        least twice the largest.
-        """
-        power = 1 << max(size - 1, 0).bit_length()
-        with self._lock:
-            place = bisect_left(self.sizes, size)
-            if self._powers:
-                found = power
-            elif place < len(self.sizes):
-                found = self.sizes[place]
-            elif self._growing:
-                found = max(power, 2 * self.sizes[-1])
-            else:
-                return None
-            if found not in self.sizes:
-                self.sizes = sorted([*self.sizes, found])
-        return found
+        """Return the smallest bucket that holds a size, None if there is none."""
+        if self._powers:
+            power = 1 << max(size - 1, 0).bit_length()
+            with self._lock:
+                if power not in self.sizes:
+                    self.sizes = sorted([*self.sizes, power])
+            return power
+        place = bisect_left(self.sizes, size)
+        return self.sizes[place] if place < len(self.sizes) else None
 
     def least(self, size: int) -> int:
         """Return the smallest size that gets the same bucket."""
@@ -68,15 +55,11 @@ class Ladder:
         return max(below, default=0) + 1
 
 
-# difflib's ratio of a name of four letters and one with a letter more or less is 0.86 or above.
-_ALIKE = 0.8
-
-
 @dataclass(frozen=True)
 class Spec:
     """The declared arguments of one function, and the buckets of each axis."""
 
-    options: MaskingOptions
+    options: Options
     dims: Mapping[str, Any]  # by argument; behind *args by position, "*2"
     fill: Mapping[str, Any]
     masks: Mapping[str, Mask]
@@ -88,7 +71,7 @@ class Spec:
     var_keyword: str | None  # the name of **kwargs, if the function has it
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: MaskingOptions, *, bound: bool) -> Spec:
+    def of(cls, function: Callable[..., Any], options: Options, *, bound: bool) -> Spec:
         """Match options with the arguments of a function."""
         axes = tuple(dict.fromkeys(_axis_names(options["dims"], "dims")))
         if not axes:
@@ -96,7 +79,6 @@ class Spec:
         given: Mapping[str, Buckets | None] = dict.fromkeys(axes)
         if options["buckets"] is not None:
             given = buckets_by_axis(axes, options["buckets"], "bucketed")
-        growing = options["overflow"] == "grow"
         function_name = getattr(function, "__qualname__", type(function).__name__) + "()"
         by_kind, required = _parameters(function)
         positional = [*by_kind["POSITIONAL_ONLY"], *by_kind["POSITIONAL_OR_KEYWORD"]][bound:]
@@ -112,20 +94,13 @@ class Spec:
         else:
             names = [*positional, *(f"*{i}" for i in range(len(positional), len(dims)))]
             dims = dict(zip(names, dims, strict=False))
-        # dims={"args": [...]} names what is behind *args by position.
-        if args in dims:
-            for index, inner in enumerate(dims.pop(args) or ()):
-                dims[f"*{len(positional) + index}"] = inner
-        # dims={"kwargs": {...}} names what is behind **kwargs.
-        if kwargs in dims:
-            dims |= dims.pop(kwargs) or {}
         spec = cls(
             options=options,
             dims={name: each for name, each in dims.items() if each is not None},
             fill=dict(options["fill"] or {}),
             masks={mask.argument: mask for mask in masks_of(options["mask"], axes)},
             lengths=lengths_of(options["lengths"], axes),
-            ladders={axis: Ladder(each, growing=growing) for axis, each in given.items()},
+            ladders={axis: Ladder(each) for axis, each in given.items()},
             parameters=tuple(positional),
             required=required,
             explicit=frozenset((*positional, *by_kind["KEYWORD_ONLY"])),
@@ -135,33 +110,16 @@ class Spec:
         return spec
 
     def _check_names(self, dims: Mapping[str, Any], function: str) -> None:
-        """Raise unless the function takes all that was named.
-
-        A name that is much like one in the signature, but only ``**kwargs`` takes, warns:
-        ``mask="mask"`` where the argument is called ``attention_mask`` would vanish, and not
-        every call is checked.
-        """
+        """Raise unless the function takes all that was named."""
         taken = ", ".join(sorted(self.explicit)) or "nothing"
-        made = [(what, name) for name, what in self._made().items()]
+        made = [("mask", name) for name in self.masks]
+        made += [("lengths", name) for name in self.lengths.values()]
         given = [("dims", name) for name in dims] + [("fill", name) for name in self.fill]
         for what, name in given + made:
             if self.var_keyword is None and name not in self.explicit and not name.startswith("*"):
                 raise TypeError(f"bucketed: {what} names {name!r}, but {function} takes {taken}")
             if what == "fill" and dims.get(name) is None:
                 raise TypeError(f"bucketed: fill names {name!r}, which dims does not pad")
-        unused = sorted(self.explicit - {*self._made(), *self.dims})
-        for what, name in made:
-            alike = [other for other in unused if _alike(other, name)]
-            if name not in self.explicit and alike:
-                warn_user(
-                    f"bucketed: {what} names {name!r}, which only **{self.var_keyword} takes: is "
-                    f"it {alike[0]!r}?"
-                )
-
-    def _made(self) -> dict[str, str]:
-        """Return the option that names each argument that is made, by argument."""
-        lengths = dict.fromkeys(self.lengths.values(), "lengths")
-        return {**dict.fromkeys(self.masks, "mask"), **lengths}
 
     def find(self, name: str, argument: Any, places: Mapping[KeyPath, int]) -> Iterator[Input]:
         """Yield the tensors of an argument that have dims to pad; ``places`` are its leaves."""
@@ -240,19 +198,17 @@ def find_inputs(spec: Spec, call: Call) -> tuple[tuple[Input, ...], AxisSizes]:
 
 
 def find_buckets(spec: Spec, sizes: AxisSizes, inputs: Iterable[Input]) -> AxisSizes:
-    """Return each axis' bucket; none if a size is above the largest and may run without."""
+    """Return each axis' bucket."""
     found: AxisSizes = {}
     for axis, size in sizes.items():
         ladder = spec.ladders[axis]
         bucket = ladder.bucket_for(size)
-        if bucket is None and spec.options["overflow"] == "error":
+        if bucket is None:
             label = next(e.label for e in inputs if any(axis == name for _, name in e.axes))
             raise ValueError(
                 f"bucketed: axis {axis!r} is {size} in {label}, but the largest bucket is "
-                f"{ladder.sizes[-1]}: add a larger one, or pass overflow='grow' or 'eager'"
+                f"{ladder.sizes[-1]}: add a larger one to buckets, or leave buckets out"
             )
-        if bucket is None:
-            return {}
         found[axis] = bucket
     return found
 
@@ -262,32 +218,19 @@ def _name(axis: Any, where: str) -> str:
     name = axis if isinstance(axis, str) else getattr(axis, "__name__", None)
     if isinstance(name, str):
         return name
-    raise TypeError(f"bucketed: {where} is {axis!r}, expected the name of an axis, such as 't'")
+    raise TypeError(f"bucketed: {where} is {axis!r}, expected {{dim: name}}, such as {{1: 't'}}")
 
 
 def _axis_names(spec: Any, where: str) -> Iterator[str]:
     """Yield every name in a declaration, in its order."""
     if isinstance(spec, Mapping):
         for key, inner in spec.items():
-            if type(inner) is int and isinstance(key, str):
-                # Turned around, or without a name.
-                right = f"{{{key!r}: {{{inner}: 't'}}}}" if where == "dims" else {inner: key}
-                raise TypeError(
-                    f"bucketed: {where} is {{{key!r}: {inner}}}, expected the dimension and then "
-                    f"its name: {right}"
-                )
             yield from _axis_names(inner, f"{where}[{key!r}]")
     elif isinstance(spec, Sequence) and not isinstance(spec, str):
         for index, inner in enumerate(spec):
             yield from _axis_names(inner, f"{where}[{index}]")
     elif spec is not None:
         yield _name(spec, where)
-
-
-def _alike(name: str, other: str) -> bool:
-    """Whether one may be a misspelling of the other: ``mask`` of ``attention_mask``."""
-    inside = f"_{other}_" in f"_{name}_"
-    return inside or difflib.SequenceMatcher(None, name, other).ratio() > _ALIKE
 
 
 def _input_of(

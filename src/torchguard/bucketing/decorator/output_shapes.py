@@ -9,18 +9,18 @@ Shapes: B batch, T the size of an axis.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MemberDescriptorType
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from torchguard._pytree import KeyPath, children, flatten, key_paths, keystr, unflatten
+from torchguard._pytree import KeyPath, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
 from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
@@ -33,6 +33,7 @@ _WITHOUT_PARTS = (
     torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
     type(None),
 )  # fmt: skip
+_NOT_OPENED = (type, ModuleType, torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,20 @@ class FlatOutput:
         return output
 
 
-# Three levels reach the tensors in a cache of transformers: its list of layers, a layer, a tensor.
-def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.ndim > 0):
-        return True
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)) or callable(value):
-        return False
-    inside = [child for _, child in children(value) or ()]
-    inside += value if isinstance(value, (set, frozenset, deque)) else ()
-    inside += getattr(value, "__dict__", {}).values()
-    inside += [
-        getattr(value, name, None)
-        for kind in type(value).__mro__
-        for name, attribute in vars(kind).items()
-        if isinstance(attribute, MemberDescriptorType)  # of __slots__
-    ]
-    return any(_holds_tensors(child, depth - 1) for child in inside)
+# Enough for the tensors in a cache of transformers: its dict, the layers, a layer, its dict.
+_LEVELS = 6
+
+
+def _holds_tensors(value: Any) -> bool:
+    level, known = [value], {id(value)}
+    for _ in range(_LEVELS):
+        if any(isinstance(e, (torch.Tensor, np.ndarray)) and e.ndim > 0 for e in level):
+            return True
+        opened = [e for e in level if not isinstance(e, _NOT_OPENED) and not callable(e)]
+        # Of attributes, slots and containers alike.
+        level = [e for e in gc.get_referents(*opened) if id(e) not in known]
+        known.update(map(id, level))
+    return False
 
 
 class Narrow(NamedTuple):
@@ -209,24 +208,18 @@ class OutputShapes(NamedTuple):
         try:
             run = self._run_without_data(plan, call, {})
         except Exception as error:
-            if 0 in plan.sizes.values():  # an empty input, which the function itself does not take
-                slices = self._derived(plan, call, output, unconditionally=True)
-                if slices is not None:
-                    return slices
             raise self._unknown(plan, output, error) from error
         try:
             return _measured(run, output, side)
         except ValueError as error:
             raise self._unknown(plan, output, error) from error
 
-    def _derived(
-        self, plan: Plan, call: Call, output: FlatOutput, *, unconditionally: bool = False
-    ) -> Slices | None:
+    def _derived(self, plan: Plan, call: Call, output: FlatOutput) -> Slices | None:
         """Slice by formula; None if there is none, or it gives other sizes than the padded run."""
         formula = self._formula(plan, call, output)
         if formula is None or formula.paths != output.paths:
             return None
-        found = formula.at(plan.buckets, plan.sizes, unconditionally=unconditionally)
+        found = formula.at(plan.buckets, plan.sizes)
         if found is None:
             return None
         padded, real = found

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from torchguard._events import record, warn_user
-from torchguard._pytree import flatten, key_paths, keystr, reachable_tensors
+from torchguard._pytree import reachable_tensors
 from torchguard.bucketing.decorator.bucket import Call, Case, Input, Plan, sizes_of
-from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of, typed
+from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of
 from torchguard.bucketing.decorator.masking import (
     Real,
     make_extras,
@@ -29,7 +29,7 @@ from torchguard.bucketing.decorator.masking import (
 from torchguard.bucketing.decorator.options import Spec
 from torchguard.bucketing.decorator.output_shapes import OutputShapes
 from torchguard.equivalence.compare import PADDING, judge
-from torchguard.equivalence.isolate import isolated, run_undoing_mutations
+from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome
 from torchguard.errors import PaddingLeakError
 
@@ -133,11 +133,7 @@ class _Checker:
         self._plan, self._case = plan, case
         self._pads = dict(case.plan.pads)
         self._modules = case.call.modules(shapes.function)
-        # ``self`` may be a dataclass of tensors.
-        owner = case.call.owner
-        owned = key_paths(flatten(owner)[1]) if owner else []
-        labels = [*case.call.labels(), *(keystr("self", path[1:], owner[0]) for path in owned)]
-        self._names = dict(enumerate(labels))
+        self._names = dict(enumerate(case.call.labels()))
         self._told: list[Real] = []
         if self._spec.masks or self._spec.lengths:
             self._told = real_by_caller(self._spec, case.plan.inputs, case.call)
@@ -209,13 +205,11 @@ class _Checker:
             real = real_extras(self._spec, plan, with_masks=watch is not None)
         function = shapes.function if watch is None else watch.around(shapes.function)
         # Before any run: to the function its arguments are memory from outside, so that its writes
-        # to them are seen. A fill may be a function of the user's, and draw random numbers.
-        draws = any(callable(each.fill) for each in plan.inputs)
-        with isolated() if draws else contextlib.nullcontext():
-            bound = [
-                (fills, self._case.given(real if fills is None else self._plan.extras, fills))
-                for fills in variants
-            ]
+        # to them are seen.
+        bound = [
+            (fills, self._case.given(real if fills is None else self._plan.extras, fills))
+            for fills in variants
+        ]
         lost = {index for index, _ in self._plan.pads}
         while bound:
             fills, given = bound.pop(0)
@@ -251,32 +245,20 @@ class _Checker:
         if isinstance(error, (torch.OutOfMemoryError, PaddingLeakError)) or not plan.pads:
             return None
         named = {(each.index, dim) for each in plan.inputs for dim, _ in each.axes}
-        padded = {
-            size: axis for axis, size in plan.sizes.items() if plan.buckets.get(axis, size) != size
-        }
-        suspects = [
-            (index, dim, padded[size])
+        padded = {size: axis for axis, size in plan.sizes.items() if plan.buckets[axis] != size}
+        labels = call.labels()
+        forgotten = [
+            f"dimension {dim} of {labels[index]}, {tuple(leaf.shape)}, with {padded[size]!r}"
             for index, leaf in enumerate(call.leaves)
             if isinstance(leaf, torch.Tensor)
             for dim, size in enumerate(leaf.shape)
             if size in padded and (index, dim) not in named
         ]
-        # Rather in the dim in which dims names the axis: labels beside ids.
-        usual = {place for each in plan.inputs for place in each.axes}
-        in_place = [each for each in suspects if each[1:] in usual]
-        entries: dict[int, dict[int, str]] = {}
-        for index, dim, axis in in_place or suspects:
-            entries.setdefault(index, {})[dim] = axis
-        if not entries:
+        if not forgotten:
             return None
-        labels = call.labels()
-        shown = ", ".join(f"{labels[i]} of shape {tuple(call.leaves[i].shape)}" for i in entries)
         text = (
             f"bucketed: {self._shapes.name} fails once it is padded, {sizes_of(plan)} "
-            f"({type(error).__name__}: {error}). {shown} is as long, and not padded: name it in "
-            f"dims, {{..., {typed(call, entries)[1:]}"
+            f"({type(error).__name__}: {error}). As long, and not padded: {'; '.join(forgotten)}: "
+            "name it in dims"
         )
-        losses = {i: -100 for i in entries if "label" in labels[i] or "target" in labels[i]}
-        if losses:
-            text += f", and say in fill what a loss ignores: {typed(call, losses)}"
         return ValueError(text)

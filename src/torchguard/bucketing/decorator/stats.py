@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchguard._public import public
-from torchguard.bucketing.decorator.bucket import Bucket
-from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import graphs_of
+
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.call import Caller
 
 
 @public
@@ -21,8 +22,6 @@ class BucketedStats:
     """Calls that returned; those of ``warmup`` and of checks don't count."""
     hits: dict[tuple[int, ...], int]
     """Calls by bucket; one size per axis."""
-    overflowed: int
-    """Calls above the largest bucket, which ran without padding."""
     waste: float
     """What is padding, as a share of what is real: 0.08 is 8 %. Real is what the caller's mask or
     lengths call real; without them, the sizes of the call."""
@@ -61,8 +60,6 @@ class BucketedStats:
         ]
         for sizes, count in sorted(self.hits.items()):
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
-        if self.overflowed:
-            lines.append(f"{'above':>{width}} {self.overflowed:>10,}")
         if self.proven:
             shown = ", ".join("x".join(map(str, sizes)) for sizes in self.proven)
             lines.append(f"padding is proven for {shown}")
@@ -75,8 +72,6 @@ def stats_of(caller: Caller) -> BucketedStats:
         # Copies: a call of another thread may add one while graphs are counted.
         buckets = {sizes: replace(each) for sizes, each in caller.buckets.items()}
         graphs = {id(each): each for b in buckets.values() for each in list(b.graphs.values())}
-    # Under the empty key are the calls that no bucket held.
-    above = buckets.pop((), Bucket())
     real = sum(
         each.real + (0.0 if each.on_device is None else float(each.on_device))
         for each in buckets.values()
@@ -87,9 +82,8 @@ def stats_of(caller: Caller) -> BucketedStats:
         seen = {size: count for (size,), count in seen.items()}
     return BucketedStats(
         name=caller.name,
-        calls=above.calls + sum(each.calls for each in buckets.values()),
+        calls=sum(each.calls for each in buckets.values()),
         hits={sizes: each.calls for sizes, each in sorted(buckets.items()) if each.calls},
-        overflowed=above.calls,
         waste=padded / real - 1 if real else 0.0,
         compile_seconds=sum(each.seconds for each in graphs.values()),
         graphs=sum(graphs_of(each) for each in graphs.values()),

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchguard._events import warn_user
-from torchguard._public import public
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
-from torchguard.bucketing.decorator.call import Caller
 from torchguard.bucketing.decorator.compiled import alone
 from torchguard.bucketing.decorator.masking import Real, real_by_caller
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
@@ -30,89 +25,32 @@ from torchguard.equivalence.isolate import (
 from torchguard.equivalence.outcome import Output, send_backward
 from torchguard.errors import PaddingLeakError, is_out_of_memory
 
+if TYPE_CHECKING:
+    from torchguard.bucketing.decorator.call import Caller
+
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
-_TIMED = 2
 
 
-@public
-@dataclass(frozen=True)
-class WarmupReport:
-    """What ``warmup`` returns: what a call in each bucket takes, and what did not fit."""
-
-    axes: tuple[str, ...]
-    seconds: Mapping[Any, float]
-    """What one call takes, by bucket (a size per axis): the better of two, with the backward."""
-    compile_seconds: float
-    """Mean seconds that compiling one bucket took."""
-    left_out: Mapping[Any, str]
-    """The buckets that ran out of memory, and what the error said."""
-
-
-def warm_up(
-    caller: Caller, owner: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> WarmupReport:
-    """Prove and compile every combination of buckets for an example like this one, and time it."""
+def warm_up(caller: Caller, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Prove and compile every combination of buckets for an example like this one."""
     spec = caller.spec
     if caller.compiler is None and spec.options["compile"] is None:
         warn_user(
             f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
             "compile=True to bucketed"
         )
-    call = Call.of(spec, owner, args, kwargs)
+    call = Call.of(spec, caller.owner, args, kwargs)
     inputs, own = find_inputs(spec, call)
-    combinations = _combinations(spec)
     modules = call.modules(caller.function)
-    seconds: dict[tuple[int, ...], float] = {}
-    left_out: dict[tuple[int, ...], str] = {}
-    for buckets in combinations:
-        key = tuple(buckets[axis] for axis in spec.ladders)
+    for buckets in _combinations(spec):
         # Not isolated(): Dynamo guards on whether autocast's cache is on.
         with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
-            try:
-                took = _warm_up_one(caller, call, inputs, own, buckets)
-                if took is not None:
-                    seconds[key] = took
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                # Its frames hold what it had in memory already: the next bucket needs that.
-                for each in (error, error.__cause__, error.__context__):
-                    traceback.clear_frames(None if each is None else each.__traceback__)
-                left_out[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
-                # Not even the smallest fits, so there is nothing that a warning could leave.
-                if len(left_out) == len(combinations):
-                    raise
-    if left_out:
-        shown = "; ".join(
-            ", ".join(f"{axis} = {size}" for axis, size in zip(spec.ladders, sizes, strict=True))
-            for sizes in left_out
-        )
-        warn_user(
-            f"bucketed: warmup() left out {len(left_out)} of {len(combinations)} buckets, which do "
-            f"not fit into memory: {shown} ({next(iter(left_out.values()))}). Calls of these sizes "
-            "will run out of memory, too: leave them out of buckets=, or make the batch smaller"
-        )
-    graphs = [each for b in caller.buckets.values() for each in b.graphs.values()]
-    warmed = [each.seconds for each in graphs if each.warmed_for]
-    mean = sum(warmed) / max(len(warmed), 1)
-    return WarmupReport(tuple(spec.ladders), seconds, mean, left_out)
-
-
-def _warm_up_one(
-    caller: Caller, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
-) -> float | None:
-    """Compile and check a bucket; return the seconds of a call, None if nothing compiles."""
-    # A full one first: what does not fit into memory shows at once, and needs no padding.
-    plan, sized = _resized(caller, call, inputs, buckets)
-    took = []
-    if plan.graph.compiles:
-        if plan.specialization not in plan.graph.warmed_for:
-            _run_backward_too(caller, plan, sized)
-        took = [_timed(caller, plan, sized) for _ in range(_TIMED)]
-    _prove(caller, call, inputs, own, buckets)
-    # The better of two: what else the machine does makes a call slower, never faster.
-    return min(took, default=None)
+            # A full one first: what does not fit into memory shows at once, and needs no padding.
+            plan, sized = _resized(caller, call, inputs, buckets)
+            if plan.graph.compiles and plan.specialization not in plan.graph.warmed_for:
+                _run_backward_too(caller, plan, sized)
+            _prove(caller, call, inputs, own, buckets)
 
 
 def _prove(
@@ -120,31 +58,25 @@ def _prove(
 ) -> None:
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
-    A size of 1 is one of its own kind to many functions: it is tried last, and what it raises is
-    left to a call that has it. A function that takes no input so short is checked with longer
-    ones, which show less. A leak is a warning: calls that need no padding, or less, go on.
+    A size of 1 is one of its own kind to many functions: a call that has it is left to itself. A
+    function that takes no input so short is checked with a longer one. A leak is a warning: calls
+    that need no padding are right.
     """
     least = {axis: caller.spec.ladders[axis].least(size) for axis, size in buckets.items()}
     short = {axis: min(max(least[axis], 2), size) for axis, size in buckets.items()}
     middle = {axis: (least[axis] + size) // 2 for axis, size in buckets.items()}
-    candidates = [short, middle, own]
-    if _may_be_sizes(call, inputs, min(short.values())):
-        candidates = [own]  # half of some offsets are none
+    # Half of some offsets are none.
+    candidates = [own] if _may_be_sizes(call, inputs, min(short.values())) else [short, middle]
     for sizes in [each for each in candidates if each != buckets]:
         try:
             if _complete(caller, *_resized(caller, call, inputs, sizes), buckets):
-                break
+                return
         except PaddingLeakError as error:
             warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
             return
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-    else:
-        return
-    if least != short:
-        with contextlib.suppress(Exception):
-            _complete(caller, *_resized(caller, call, inputs, least), buckets)
 
 
 def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> bool:
@@ -216,37 +148,21 @@ def _resized(
     """Return the example cut or padded to these sizes, and its plan."""
     sized = _cut_or_padded(caller.spec, inputs, call, sizes)
     args, kwargs = sized.bind()
-    return caller.plan_for(call.owner, tuple(args[len(call.owner) :]), kwargs)
-
-
-def _timed(caller: Caller, plan: Plan, call: Call) -> float:
-    """Run a plan and its backward once; return the seconds, those of the device included."""
-    kinds = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    # torch.cuda, torch.xpu and torch.mps have it; the CPU and meta have nothing to wait for.
-    waits = [getattr(getattr(torch, kind, None), "synchronize", lambda: None) for kind in kinds]
-    for wait in waits:
-        wait()
-    begun = time.perf_counter()
-    _run_backward_too(caller, plan, call)
-    for wait in waits:
-        wait()
-    return time.perf_counter() - begun
+    return caller.plan_for(tuple(args[len(call.owner) :]), kwargs)
 
 
 def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
-    """Run a plan and its backward once, uncounted; compile it first where that is left to do."""
+    """Run a plan and its backward for the first time, uncounted: both are compiled."""
     graph = plan.graph
-    warm = plan.specialization in graph.warmed_for
     args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
-    run = graph.run if warm else caller.first_run(plan)
-    for turn in range(_CUDA_GRAPH_TURNS if graph.cuda_graphs and not warm else 1):
-        output = (run if turn == 0 else graph.run)(*args, **kwargs)
+    run = caller.first_run(plan)
+    for _ in range(_CUDA_GRAPH_TURNS if graph.cuda_graphs else 1):
+        output, run = run(*args, **kwargs), graph.run
         begun = time.perf_counter()
         # The backward is compiled when it runs for the first time, under the same recompile limit.
         with alone():
             send_backward([Output(leaf) for leaf in FlatOutput.of(output).leaves], {}, {})
-        if turn == 0 and not warm:
-            graph.seconds += time.perf_counter() - begun
+        graph.seconds += time.perf_counter() - begun
     graph.warmed_for.add(plan.specialization)
 
 

@@ -1,7 +1,8 @@
-"""A training that is set up wrong says so when its transaction is made."""
+"""A training that is set up wrong says so when its transaction is made, and in two steps."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -45,10 +46,20 @@ def for_replicas() -> None:
     torchguard.replicas_agree(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
 
 
+def made_before_it_was_sharded() -> None:
+    """``fully_shard`` gives the model other parameters, and the optimizer keeps those before."""
+    model: Any = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for each in model:
+        each.weight, each.bias = nn.Parameter(each.weight * 1), nn.Parameter(each.bias * 1)
+    torchguard.replicas_agree(model, optimizer)
+
+
 WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "replaced head": (replaced_head, r"2 trainable parameters of the model: 1.weight, 1.bias; and"),
     "forgotten layer": (forgotten_layer, "Freeze them with requires_grad_.False."),
     "half of a GAN": (half_of_a_gan, "no optimizer has 2 trainable parameters"),
+    "sharded": (made_before_it_was_sharded, "has 4 trainable .* optimizer has 4 parameters that"),
     "replicas": (for_replicas, "replicas_agree: no optimizer has 2 trainable"),
 }
 
@@ -119,3 +130,275 @@ def test_right_trainings_give_no_warning(make: Callable[[], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make()
+
+
+# ---- the first two steps ----
+
+X = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+Loop = Callable[[Any, Any, Any], None]
+
+
+def clears_nothing(model: Any, optimizer: Any, step: Any) -> None:
+    with step:
+        model(X).square().mean().backward()
+        optimizer.step()
+
+
+def clears_one_of_two(model: Any, optimizer: Any, step: Any) -> None:
+    """A parameter that ``model.zero_grad()`` does not know."""
+    with step:
+        model.zero_grad()
+        (model(X).square().mean() * model.scale[0]).backward()
+        optimizer.step()
+
+
+def clipped(model: Any, optimizer: Any, step: Any) -> None:
+    with step:
+        for _ in range(2):
+            model(X).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def in_a_closure(model: Any, optimizer: Any, step: Any) -> None:
+    def closure() -> Any:
+        loss = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with step:
+        optimizer.step(closure)
+
+
+def cleared(at_the_end: bool, to_none: bool, parts: int) -> Loop:
+    def loop(model: Any, optimizer: Any, step: Any) -> None:
+        with step:
+            loss = model(X).square().mean()
+            if not at_the_end:
+                optimizer.zero_grad(to_none)
+            loss.backward()
+            for _ in range(parts - 1):
+                model(X).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            if at_the_end:
+                optimizer.zero_grad(to_none)
+
+    return loop
+
+
+def cleared_through_data(model: Any, optimizer: Any, step: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
+    clears_nothing(model, optimizer, step)
+
+
+def over_blocks(model: Any, optimizer: Any, step: Any) -> None:
+    for part in range(3):
+        with step:
+            model(X).square().mean().backward()
+            if part == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def made_by_hand(model: Any, optimizer: Any, step: Any) -> None:
+    with step:
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(model(X).square().mean(), parameters)
+        for parameter, gradient in zip(parameters, grads, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def penalty_by_hand(model: Any, optimizer: Any, step: Any) -> None:
+    with step:
+        for parameter in model.parameters():
+            parameter.grad = 0.01 * parameter.detach()
+        model(X).square().mean().backward()
+        optimizer.step()
+
+
+def by_run(model: Any, _: Any, step: Any) -> None:
+    step.run(lambda x: model(x).square().mean(), X, parts=2)
+
+
+def after_an_exception(model: Any, optimizer: Any, step: Any) -> None:
+    with contextlib.suppress(ZeroDivisionError), step:
+        model(X).square().mean().backward()
+        optimizer.step()
+        raise ZeroDivisionError
+
+
+LOOPS: dict[str, tuple[Loop, str | None]] = {
+    "nothing": (clears_nothing, "were not cleared"),
+    "clipped": (clipped, "were not cleared"),
+    "closure": (in_a_closure, "were not cleared"),
+    "one of two": (clears_one_of_two, "were not cleared"),
+    **{
+        f"cleared at {'end' if end else 'start'} to {'None' if to_none else 'zero'}, {parts} parts":
+        (cleared(end, to_none, parts), None)
+        for end in (True, False) for to_none in (True, False) for parts in (1, 2)
+    },
+    **{
+        each.__name__: (each, None)
+        for each in (cleared_through_data, over_blocks, made_by_hand, penalty_by_hand, by_run,
+                     after_an_exception)
+    },
+}  # fmt: skip
+
+
+def said(loop: Callable[[], object], times: int = 4) -> list[str]:
+    """Return the warnings of some steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            loop()
+    assert {each.filename for each in caught} <= {__file__}
+    return [str(each.message) for each in caught if each.category is TrainingSetupWarning]
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_gradients_that_nobody_clears_are_said_once(name: str, flags: Any) -> None:
+    loop, message = LOOPS[name]
+    model: Any = net()
+    model.scale = [nn.Parameter(torch.ones(1))]  # in a list: in no model
+    parameters = [*model.parameters(), *model.scale[: name == "one of two"]]
+    optimizer = torch.optim.AdamW(parameters, **flags)
+    step = torchguard.transaction(model, optimizer)
+    before = sum(each.count for each in torchguard.events() if each.kind == "training_setup")
+    found = said(lambda: loop(model, optimizer, step))
+    assert len(found) == (message is not None), found
+    assert all(str(message) in each for each in found)
+    after = sum(each.count for each in torchguard.events() if each.kind == "training_setup")
+    assert after - before == len(found)
+    assert step._guarded.first_steps == {}  # nothing looks any more
+    assert not any(each._backward_hooks for each in parameters)
+
+
+class Updates(torch.optim.Optimizer):
+    """An optimizer of one's own, which leaves some parameters alone."""
+
+    def __init__(self, parameters: Any, leaves: str, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.leaves, self.steps = leaves, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                skipped = {"": False, "vectors": each.dim() < 2, "all": True,
+                           "first step": self.steps == 1}[self.leaves]  # fmt: skip
+                if each.grad is not None and not skipped:
+                    each.data.sub_(each.grad, alpha=group["lr"])
+
+
+def experts(_: Any) -> Any:
+    """A layer of experts of which a batch uses the first."""
+    model: Any = nn.ModuleList(nn.Linear(2, 1) for _ in range(4))
+    return model, model[0]
+
+
+def adapters(_: Any) -> Any:
+    """LoRA: the gradient of A is zero as long as B is."""
+    model: Any = nn.ParameterList([torch.randn(2, 2), torch.zeros(2, 1)])
+    return model, lambda x: x @ model[0] @ model[1] + x.sum(1, keepdim=True)
+
+
+def half_precision(_: Any) -> Any:
+    """A weight of 1 is not moved by 1e-4 in bfloat16."""
+    model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 1)).bfloat16()
+    return model, lambda x: model(x.bfloat16()).float()
+
+
+def table(_: Any) -> Any:
+    model = nn.Sequential(nn.Embedding(5000, 2), nn.Linear(2, 1))
+    return model, lambda x: model(torch.arange(len(x)))
+
+
+def plain(_: Any) -> Any:
+    model = net()
+    return model, model
+
+
+STEPS: dict[str, tuple[Any, Any, list[str]]] = {
+    "vectors are left out": (
+        plain, lambda p: Updates(p, "vectors"),
+        ["Updates.step() did not move 2 trainable parameters of the model: 0.bias, 1.bias"],
+    ),
+    "nothing moves": (
+        plain, lambda p: Updates(p, "all"),
+        ["did not move 4 trainable parameters"],
+    ),
+    "experts": (
+        experts, torch.optim.AdamW,
+        ["the first step of AdamW had no gradient for 6 trainable parameters"],
+    ),
+    "moves from the second step on": (plain, lambda p: Updates(p, "first step"), []),
+    "lr 0": (plain, lambda p: torch.optim.SGD(p, lr=0.0), []),
+    "lr below rounding": (plain, lambda p: torch.optim.AdamW(p, lr=1e-12), []),
+    "relative lr": (plain, torch.optim.Adafactor, []),
+    "tensor lr": (plain, lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)), []),
+    "adapters": (adapters, torch.optim.AdamW, []),
+    "half precision": (half_precision, lambda p: torch.optim.AdamW(p, lr=1e-4), []),
+    "rows of a table": (table, lambda p: torch.optim.SGD(p, lr=0.1), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_parameters_that_a_step_does_not_move_are_said_once(case: str) -> None:
+    make, optimizer_of, expected = STEPS[case]
+    torch.manual_seed(0)
+    model, forward = make(None)
+    step = torchguard.transaction(model, optimizer_of(model.parameters()))
+    found = said(lambda: step.run(lambda x: forward(x).square().mean(), X))
+    assert len(found) == len(expected), found
+    assert all(text in each for text, each in zip(expected, found, strict=True))
+
+
+def test_a_step_that_is_skipped_is_not_the_first() -> None:
+    """By a GradScaler, in a fused kernel, or by skip_nonfinite."""
+    for gate in (False, True):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scaler = None if gate else torch.amp.GradScaler("cpu", init_scale=1.0)
+        step = torchguard.transaction(model, optimizer, scaler=scaler, skip_nonfinite=gate)
+        losses = iter([float("inf"), float("inf"), 1.0, 1.0, 1.0])
+
+        def loss_of(x: Any, model: Any = model, losses: Any = losses) -> Any:
+            return model(x).square().mean() * next(losses)
+
+        assert said(lambda step=step, loss_of=loss_of: step.run(loss_of, X), 2) == []  # type: ignore[misc]
+        assert step._guarded.first_steps != {}
+        assert said(lambda step=step, loss_of=loss_of: step.run(loss_of, X), 3) == []  # type: ignore[misc]
+        assert step._guarded.first_steps == {}
+
+
+def test_the_generator_may_add_to_gradients_of_the_discriminator() -> None:
+    """Its optimizer clears them before it uses them."""
+    generator, discriminator = net(), nn.Linear(1, 1)
+    g, d = (torch.optim.Adam(each.parameters()) for each in (generator, discriminator))
+    step = torchguard.transaction([generator, discriminator], [g, d])
+
+    def loop() -> None:
+        with step:
+            d.zero_grad()
+            made = generator(X)
+            (discriminator(made.detach()) - discriminator(X[:, :1])).mean().backward()
+            d.step()
+            g.zero_grad()
+            (-discriminator(made).square().mean()).backward()
+            g.step()
+
+    assert said(loop) == []
+
+
+def test_frozen_parameters_are_counted_in_the_guarantee() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torchguard.transaction(model, optimizer)
+    assert "frozen" not in step.guarantee
+    model[0].requires_grad_(False)
+    assert step.guarantee.endswith("; 6 of 9 parameters are frozen")

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchguard._public import public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
 from torchguard.state.training import TrainingState
-from torchguard.training_setup import warn_of_parameters
+from torchguard.training_setup import FirstSteps, warn_of_parameters
 from torchguard.transactions.block import Guarded, NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.step import Transaction
@@ -171,6 +171,7 @@ def transaction(
             schedulers=tuple(schedulers),
             gate=NonfiniteGate() if skip_nonfinite else None,
             ranks=None if group is None else Ranks(models, group),
+            first_steps={each: FirstSteps(models, each) for each in optimizers},
         )
     )
 

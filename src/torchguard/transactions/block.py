@@ -40,6 +40,7 @@ from torchguard.state.training import (
     TrainingState,
     state_tensors,
 )
+from torchguard.training_setup import FirstSteps
 from torchguard.transactions.ranks import Ranks
 
 Undo = Literal["auto", "copy", "none"]
@@ -55,6 +56,8 @@ class Guarded:
     schedulers: tuple[Any, ...]
     gate: NonfiniteGate | None
     ranks: Ranks | None
+    first_steps: dict[Optimizer, FirstSteps]
+    """Empty from the second step of each optimizer on."""
     kept: dict[Optimizer, Elements] = field(default_factory=dict)
     """Copies of an optimizer's last step, whose memory the next one uses again."""
     accumulation: BufferCopies | None = None
@@ -118,6 +121,8 @@ class Block:
         pending = OptimizerStep(optimizer, copies=copies, fused=fused, reuse=reuse)
         if guarded.ranks is not None and last and not copies:
             guarded.ranks.agree_to_commit()
+        if guarded.first_steps and optimizer in guarded.first_steps:
+            guarded.first_steps[optimizer].before_step()
         self._pending = pending
         return args, kwargs
 
@@ -130,8 +135,9 @@ class Block:
             return
         if guarded.ranks is not None and self._is_last(optimizer):
             guarded.ranks.agree_to_commit()  # if it raises, the step is rolled back
+        skipped = guarded.gate is not None and bool(guarded.gate.taken_away)
         if guarded.gate is not None:
-            if guarded.gate.taken_away:
+            if skipped:
                 name = type(optimizer).__name__
                 record("step_skipped", "transaction", f"a step of {name} was not finite")
                 if not is_of_torch(optimizer):
@@ -144,6 +150,10 @@ class Block:
         # Autocast keeps its cast of a weight by the weight, whatever its version.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         torch.clear_autocast_cache()
+        if guarded.first_steps and not skipped:
+            first = guarded.first_steps.get(optimizer)
+            if first is not None and first.after_step():
+                del guarded.first_steps[optimizer]
 
     def _first_buffers(self) -> BufferCopies:
         """Return the buffers as they were when the gradients of this step began."""

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch.eager import versions_of
-from torchguard.errors import TrainingSetupWarning, UnrecoverableStepError, is_out_of_memory
+from torchguard.errors import UnrecoverableStepError, is_out_of_memory
+from torchguard.training_setup import warn_of_setup
 from torchguard.transactions.block import Guarded, with_causes
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
@@ -148,11 +149,10 @@ def _warn_of_second_step(guarded: Guarded, scheduler: Any) -> None:
     last = guarded.epochs.get(id(scheduler))
     if last is not None and scheduler.last_epoch == last + 1 and not guarded.warned:
         guarded.warned = True
-        warnings.warn(
-            f"step.run() steps {type(scheduler).__name__}, and your loop has stepped it too: the "
-            "learning rate changes twice in each step. Leave out your scheduler.step()",
-            TrainingSetupWarning,
-            stacklevel=5,
+        warn_of_setup(
+            "run",
+            f"it steps {type(scheduler).__name__}, and your loop has stepped it too: the learning "
+            "rate changes twice in each step. Leave out your scheduler.step()",
         )
 
 

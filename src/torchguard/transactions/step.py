@@ -17,6 +17,7 @@ from torchguard._public import public
 from torchguard._torch.eager import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
 from torchguard.state.process import DeferredSignals, refuse_inside_step
+from torchguard.training_setup import frozen
 from torchguard.transactions.block import Block, Guarded, steps_fused, watch
 from torchguard.transactions.resume import load, state_of
 from torchguard.transactions.retry import Retry, run
@@ -156,6 +157,7 @@ class Transaction:
             yield "; on every rank, with run(): a step is taken on all of them or on none"
         if self.part_size is not None:
             yield f"; run() splits batches into parts of {self.part_size} samples"
+        yield frozen(guarded.training.modules)
 
     def stats(self) -> TransactionStats:
         """Return how many blocks were committed and rolled back, with what and in what time."""

@@ -6,13 +6,15 @@ changed; a test compares the page with this.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 
 from torchguard.cli.doctor import guards_as_code
+from torchguard.defects import probes
 from torchguard.defects.catalog import Defect, built_in
 
 DOCS = Path(__file__).parent
@@ -24,15 +26,53 @@ _FAMILIES = {
     "gradient": "Gradients",
 }
 _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
+_CUT = (
+    "setStorage: sizes [4], strides [1], storage offset 0, and itemsize 4 requiring a storage size "
+    "of 16 are out of bounds for storage of size 0"
+)
+_SEEN = {
+    "csr-unchecked": "no error, or `Segmentation fault`",
+    "ctc-target": "no error, or `Segmentation fault`",
+    "dcp-half-load": "`CheckpointException`, and then a model of two checkpoints",
+    "dcp-overwrite": "at the next load, `CheckpointException` or a mix of two checkpoints",
+    "frombuffer-lifetime": "no error, or `Segmentation fault`",
+    "index-partial": "`index 9 is out of bounds for dimension 0 with size 3`, then wrong gradients",
+    "load-partial": "`Error(s) in loading state_dict for`, `size mismatch for`",
+    "mmap-load-save": "`Bus error`, and a file that does not load",
+    "numpy-readonly": "`The given NumPy array is not writable`, and then `Segmentation fault`",
+    "numpy-view-share": "no error, or `Segmentation fault`",
+    "oom-retry": "`CUDA out of memory`, and then a loss that differs, or "
+    "`unscale_() has already been called on this optimizer since the last update()`",
+    "optimizer-init-partial": "`CUDA out of memory` in `optimizer.step()`, then another error",
+    "optimizer-partial": "`CUDA out of memory` in `optimizer.step()`",
+    "optimizer-state-shape": "no error with `fused=True`, otherwise "
+    "`The size of tensor a (4) must match the size of tensor b (64)`",
+    "scaler-init-partial": "`CUDA out of memory` in `scaler.step(optimizer)`",
+    "out-garbage": "the error of the call: `Trying to resize storage that is not resizable`",
+    "resize-locked": f"`Trying to resize storage that is not resizable`, then `{_CUT}`",
+    "resize-shared": "`Segmentation fault`",
+    "storage-shrunk": f"`{_CUT}`, or `Segmentation fault`",
+    "stride-overflow": "`Segmentation fault`",
+    "int-div-zero": "`Floating point exception (core dumped)`",
+    "checks-lost": "no error, or `device-side assert triggered`",
+    "recompile-limit": "`torch._dynamo hit config.recompile_limit (8)`",
+    "requires-grad-lies": "no error, or `element 0 of tensors does not require grad`",
+}
 _LIVE = {"closed", "detected", "open"}
 _INTRODUCTION = """\
 # Known PyTorch defects
 
-Each section names what you see, the torch releases on which the probe saw it, what helps in PyTorch
-alone, and the guard that closes it. `python -m torchguard doctor --only NAME` tries one on your
-torch. The words in the tables are those of [compatibility](../project/compatibility.md): `-`
-absent, `closed` live and closed by its guard, `detected` live and found after it has happened,
-`no guard` live.
+Each section tells you what you see, which releases have the defect, what helps in PyTorch alone,
+and which guard closes it. Search this page for your error message. Most of these defects give you
+none.
+
+Each reproducer is a program that needs PyTorch alone. It prints what it saw, or `None` if your
+PyTorch does not have the defect, and some of them end the process. `python -m torchguard doctor`
+runs all of them on your PyTorch, without and with the guards, and `--only NAME` runs one.
+
+In the tables, `-` means absent, `closed` live and closed by its guard, `detected` live and found
+after it has happened, `no guard` live, and `not run` that the probe needs a GPU
+([compatibility](../project/compatibility.md) has the releases and their builds).
 """
 
 
@@ -80,6 +120,7 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     # A name keeps its spelling, a word begins a sentence.
     first = words[0].capitalize() if words[0].isalpha() else f"`{words[0]}`"
     yield " ".join([first, *words[1:]]) + ".\n"
+    yield f"- You see: {_SEEN.get(row.id, 'no error')}"
     does = "Detected, not prevented, by" if row.only_detects else "Closed by"
     yield f"- {does}: " + (f"`{guards_as_code(row.guards)}`" if row.guards else "no guard yet")
     if row.limits:
@@ -95,14 +136,72 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
         if not row.guards:  # the matrix may be older than the day on which its guard went
             seen = ["no guard" if cell in _LIVE else cell for cell in seen]
         yield "| " + " | ".join(seen) + " |\n"
-    yield f"The probe:\n\n```text\n{_source(row.probe)}```\n"
+    yield f"<details><summary>Reproducer</summary>\n\n```py\n{reproducer(row)}```\n\n</details>\n"
 
 
-def _source(probe: Callable[..., object]) -> str:
-    """Return the code that shows the defect, without the decorators that name it."""
-    lines = textwrap.dedent(inspect.getsource(inspect.unwrap(probe))).splitlines(keepends=True)
-    start = next(place for place, line in enumerate(lines) if line.startswith("def "))
-    return "".join(lines[start:])
+def reproducer(row: Defect) -> str:
+    """Return a program that shows a defect: the probe, and the names of its module that it uses."""
+    module = inspect.getmodule(inspect.unwrap(row.probe))
+    assert module is not None
+    own, imports = _defined(probes) | _defined(module), _imported(probes) | _imported(module)
+    wanted, found = ["annotations", inspect.unwrap(row.probe).__name__], dict[str, str]()
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        if name == "NotRunHere":
+            found[name] = "class NotRunHere(Exception):\n    pass"
+        elif name in own:
+            found[name], used = own[name]
+            wanted += used
+        elif name in imports:
+            found[name] = imports[name]
+    order = [*imports, "NotRunHere", *own]
+    lines = [found[name] for name in sorted(found, key=order.index) if name in imports]
+    parts = [found[name] for name in sorted(found, key=order.index) if name not in imports]
+    program = "\n".join(dict.fromkeys(lines)) + "\n\n" + "\n\n".join(parts)
+    return f"{program}\n\nprint({inspect.unwrap(row.probe).__name__}())\n"
+
+
+def _defined(module: ModuleType) -> dict[str, tuple[str, set[str]]]:
+    """Return the text of each function, class and constant of a module, and the names in it."""
+    text = inspect.getsource(module)
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+            node.decorator_list = [
+                each for each in node.decorator_list if not _names_a_defect(each)
+            ]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in targets if isinstance(each, ast.Name)]
+        else:
+            continue
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        lines = text.splitlines()[first - 1 : node.end_lineno]
+        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        found |= {name: ("\n".join(lines), used - {name}) for name in names}
+    return found
+
+
+def _names_a_defect(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(called, ast.Name) and called.id.endswith("_defect")
+
+
+def _imported(module: ModuleType) -> dict[str, str]:
+    """Return the line that imports each name of other packages."""
+    found = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            begins = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+            if "torchguard" not in begins and "__future__" not in begins:
+                for each in node.names:
+                    name = (each.asname or each.name).partition(".")[0]
+                    renamed = f" as {each.asname}" if each.asname else ""
+                    found[name] = f"{begins}import {each.name}{renamed}"
+    return {"annotations": "from __future__ import annotations", **found}
 
 
 def _link(url: str) -> str:

@@ -14,7 +14,9 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
 import symtable
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,7 @@ import torchguard
 from support.document import blocks, faults
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION
+from torchguard.defects.catalog import find
 from torchguard.patching.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -352,6 +355,23 @@ def test_page_of_defects() -> None:
     assert page.count("| 2.6.0 | ") > 50
     with pytest.raises(ValueError, match="no table"):
         made["statuses"]("# Compatibility")
+    # Each reproducer is whole, and needs PyTorch alone.
+    programs = [block.code for block in blocks(page) if block.language == "py"]
+    assert len(programs) == page.count("\n### ")
+    assert [each for each in programs if _names_from_elsewhere(each) - {"__name__"}] == []
+    assert not any("torchguard" in each for each in programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resize-locked", "buffer-update", "recompute-buffers"])
+def test_reproducer(name: str) -> None:
+    """A program of the page of defects shows its defect."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_defects.py"))
+    program = made["reproducer"](find(name))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.strip() not in {"", "None"}
 
 
 def test_table_of_guards() -> None:

@@ -166,16 +166,20 @@ def reproducer(row: Defect) -> str:
 def _defined(module: ModuleType) -> dict[str, tuple[str, set[str]]]:
     """Return the text of each function, class and constant of a module, and the names in it."""
     text = inspect.getsource(module)
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
-            node.decorator_list = [
-                each for each in node.decorator_list if not _names_a_defect(each)
-            ]
+            if isinstance(getattr(module, node.name), Defect):
+                node.decorator_list = []
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [each.id for each in targets if isinstance(each, ast.Name)]
+            names = [
+                each.id
+                for target in targets
+                for each in ast.walk(target)
+                if isinstance(each, ast.Name)
+            ]
         else:
             continue
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
@@ -183,11 +187,6 @@ def _defined(module: ModuleType) -> dict[str, tuple[str, set[str]]]:
         used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         found |= {name: ("\n".join(lines), used - {name}) for name in names}
     return found
-
-
-def _names_a_defect(decorator: ast.expr) -> bool:
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(called, ast.Name) and called.id.endswith("_defect")
 
 
 def _imported(module: ModuleType) -> dict[str, str]:

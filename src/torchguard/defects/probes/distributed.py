@@ -45,7 +45,7 @@ class _Unpicklable:
     "dcp.save over a checkpoint that fails or is killed leaves none that loads, or a mix",
     guards=("save",),
     advice="Save each checkpoint to a new folder and remove the old one after it.",
-    limits="Writers other than the file system's go to torch as they are.",
+    limits="Only the writer of the file system is guarded.",
 )
 def dcp_overwrite() -> str | None:
     """Save, then save an object that can't be pickled to the same place; load what is there.
@@ -70,7 +70,7 @@ def dcp_overwrite() -> str | None:
 @memory_defect(
     "dcp.load loads a shard in which a bit has changed",
     guards=("load",),
-    advice="Compare checksums of the files before dcp.load: python -m torchguard verify PATH.",
+    advice="Write a checksum of each file when you save, and compare it before dcp.load.",
 )
 def dcp_bits() -> str | None:
     """Change one bit of a tensor in a shard: the CRC that torch.save has written is not read."""

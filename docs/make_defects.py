@@ -166,7 +166,7 @@ def reproducer(row: Defect) -> str:
 def _defined(module: ModuleType) -> dict[str, tuple[str, set[str]]]:
     """Return the text of each function, class and constant of a module, and the names in it."""
     text = inspect.getsource(module)
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, set[str]]] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]

@@ -59,7 +59,7 @@ format: $(VENV)/dev.stamp ## repair what `make lint` can repair by itself
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-matrix: $(VENV)/dev.stamp ## run the suite on six versions of torch and three of Python (gigabytes each)
+matrix: $(VENV)/dev.stamp ## run the suite on six versions of torch and four of Python (gigabytes each)
 	$(BIN)/python -m nox -s matrix pythons
 
 clean: ## remove the environment and what tools have left behind

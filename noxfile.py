@@ -12,7 +12,7 @@ from pathlib import Path
 import nox
 
 TORCH_VERSIONS = ("2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.13.0", "2.15.0")
-PYTHON_VERSIONS = ("3.10", "3.12", "3.13")
+PYTHON_VERSIONS = ("3.10", "3.12", "3.13", "3.14")
 RESULTS = Path(__file__).parent / ".nox" / "results"
 
 nox.needs_version = ">=2024.10"

@@ -7,8 +7,6 @@ All of them are here; those that programs catch are at the front door too, as
 ``torchguard.DamagedFileError``.
 """
 
-import torch
-
 from torchguard._public import public
 
 
@@ -121,6 +119,8 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory",
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out: torch's, Python's, or that of a library."""
+    import torch  # noqa: PLC0415 - `python -m torchguard --version` must not wait for it
+
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )

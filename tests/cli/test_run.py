@@ -79,7 +79,7 @@ MIRROR = """
 import __main__, os, sys
 print(sys.argv, __name__, __file__, __package__, __doc__, __cached__)
 print(__spec__ and __spec__.name, type(__loader__), __main__.__dict__ is globals())
-print(sorted(globals()), type(__builtins__), __annotations__)
+print(sorted(globals()), type(__builtins__), globals().get("__annotations__"))
 print(sys.path[0], os.getcwd(), sys.modules["__main__"].__file__)
 print(sys.stdin.read().upper())
 """

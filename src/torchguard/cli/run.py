@@ -147,7 +147,9 @@ def _new_main() -> dict[str, Any]:
     module = types.ModuleType("__main__")
     names = module.__dict__
     loader = importlib.machinery.BuiltinImporter  # what packages imported on the way see
-    names.update(__annotations__={}, __builtins__=builtins, __loader__=loader)
+    names.update(__builtins__=builtins, __loader__=loader)
+    if "__annotations__" in vars(sys.modules["__main__"]):  # up to Python 3.13
+        names["__annotations__"] = {}
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -84,9 +84,8 @@ class TestDeclarations:
             ({"side": "up"}, "side is 'up'"),
             ({"check_padding": "often"}, "check_padding is 'often'"),
             ({"mask": "m"}, "mask names 'm'"),
-            ({"lengths": {"u": "x"}}, "names axis 'u'"),
-            ({"compile": "inductor"}, "compile={'backend': 'inductor'}"),
-            ({"compile": "max-autotune"}, "compile={'mode': 'max-autotune'}"),
+            ({"lengths": {"u": "x"}}, "for axis 'u', expected one of t"),
+            ({"compile": "inductor"}, "compile is 'inductor', expected True or a dict"),
         ],
     )
     def test_a_wrong_one_says_so(self, options: dict[str, Any], message: str) -> None:

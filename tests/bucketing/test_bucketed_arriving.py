@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from support.bucketed import Noting, in_time, leak
-from torchguard import BucketBatchSampler, BucketCollator, PaddingLeakError, bucketed
+from torchguard import BucketCollator, PaddingLeakError, bucketed
 
 DIMS: dict[str, Any] = {"x": {1: "t"}, "mask": {1: "t"}}
 LENGTHS = [5, 9, 13, 14, 7, 3, 11, 2]
@@ -226,19 +226,6 @@ class TestWaste:
         mask[1, 3:] = 0
         wrapped(x, mask)
         assert wrapped.stats().waste == pytest.approx(16 / 8 - 1)
-
-    def test_of_a_sampler_is_small(self) -> None:
-        torch.manual_seed(0)
-        lengths = [4] * 8 + [15] * 8
-        samples: Any = [{"x": torch.randn(length, 3)} for length in lengths]
-        sampler = BucketBatchSampler(lengths, [4, 16], tokens=32)
-        collate = BucketCollator(
-            [4, 16], {"x": {1: "t"}}, mask_key="mask", batch_sizes=sampler.batch_sizes
-        )
-        wrapped = in_time(mean, dims=DIMS, mask="mask", buckets=[4, 16])
-        for batch in DataLoader(samples, batch_sampler=sampler, collate_fn=collate):
-            wrapped(batch["x"], batch["mask"])
-        assert wrapped.stats().waste == pytest.approx((8 * 4 + 8 * 16) / sum(lengths) - 1)
 
     @pytest.mark.cuda
     def test_nothing_waits_for_an_accelerator(self) -> None:

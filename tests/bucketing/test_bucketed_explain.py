@@ -68,21 +68,6 @@ class TestOperator:
 
 
 class TestMask:
-    @staticmethod
-    def mean(x: torch.Tensor, ignore: torch.Tensor | None = None) -> torch.Tensor:
-        """Average what is not to be ignored."""
-        kept = torch.ones_like(x) if ignore is None else (ignore == 0).to(x.dtype)
-        return (x * kept).sum(1) / kept.sum(1)
-
-    @pytest.mark.parametrize("made", [True, False])
-    def test_the_other_way_round_is_found(self, made: bool) -> None:
-        x, dims = torch.randn(2, 5), {"x": {1: "t"}, "ignore": {1: "t"}}
-        given = [x] if made else [x, torch.tensor([[1, 1, 1, 1, 0]] * 2)]
-        text = leak(self.mean, *given, dims=dims, mask="ignore")
-        assert "ignore was given: something in TestMask.mean() does not use it, or takes" in text
-        right = in_time(self.mean, mask={"ignore": "padding"})
-        torch.testing.assert_close(right(x), x.mean(1))
-
     @pytest.mark.parametrize("act", [functional.relu, functional.gelu])
     def test_minus_10000_in_scores_is_no_leak(self, act: Any) -> None:
         torch.manual_seed(0)

@@ -102,9 +102,6 @@ class TestDerived:
         )
         assert in_time(lambda x, n: (x, n))(torch.ones(2, 5), 3)[1] == 3
 
-    def test_of_an_empty_input_that_the_function_does_not_take(self) -> None:
-        assert wrap(lambda x: x + 0 * x.amax(0))(torch.ones(0)).shape == (0,)
-
     @settings(max_examples=30)
     @given(
         length=st.integers(0, 16),

@@ -224,7 +224,7 @@ def test_what_the_collate_function_keeps_is_not_changed(make: Callable[..., Any]
         (BUCKETS, {"a": {1: "t"}}, {"collate_fn": list, "mask_key": "mask"}, ValueError,
          "mask_key and collate_fn are both given"),
         (BUCKETS, {"a": {1: "t", 2: "s"}}, {"mask_key": "mask"}, ValueError,
-         "mask_key is 'mask', but dims has axes s, t"),
+         r"mask_key is 'mask', expected .* \{axis: key\}, of s, t"),
         (BUCKETS, {"a": {1: "t"}}, {"fill": {"b": -100}}, ValueError,
          r"fill\['b'\] is given, which dims does not pad"),
         (BUCKETS, {"a": {1: "t"}}, {"fill": {"a": "arange"}, "side": "left"}, ValueError,

@@ -318,21 +318,15 @@ def _put(batch: Any, key: str, value: Any) -> None:
 
 
 def _mask_keys(given: Any, axes: dict[str, None]) -> dict[str, str]:
-    listed = ", ".join(sorted(axes))
-    if isinstance(given, str):
-        if len(axes) > 1:
-            raise ValueError(
-                f"BucketCollator: mask_key is {given!r}, but dims has axes {listed}: pass "
-                "{axis: key}"
-            )
-        return dict.fromkeys(axes, given)
-    keys = {} if given is None else given
-    if not isinstance(keys, Mapping):
-        raise TypeError(f"BucketCollator: mask_key is {given!r}, expected a key or {{axis: key}}")
-    for axis in keys:
-        if axis not in axes:
-            raise ValueError(f"BucketCollator: mask_key names axis {axis!r}, but dims has {listed}")
-    return dict(keys)
+    if given is None:
+        return {}
+    keys = dict(given) if isinstance(given, Mapping) else dict.fromkeys(axes, given)
+    if not keys.keys() <= axes.keys() or len(set(keys.values())) < len(keys):
+        raise ValueError(
+            f"BucketCollator: mask_key is {given!r}, expected a key for the axis of dims, or "
+            f"{{axis: key}}, of {', '.join(sorted(axes))}"
+        )
+    return keys
 
 
 def _batch_sizes(

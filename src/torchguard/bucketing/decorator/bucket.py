@@ -11,6 +11,7 @@ import functools
 import math
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -138,6 +139,10 @@ class Call(NamedTuple):
     def with_leaves(self, new: Mapping[int, Any]) -> Self:
         """Return the same call with some leaves replaced."""
         return self._replace(leaves=[new.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def argument_of(self, index: int) -> str:
+        """Return the name of the argument that a leaf is in."""
+        return self.signature.names[bisect_right(self.signature.starts, index) - 1]
 
     def labels(self) -> list[str]:
         """Return how to spell each leaf: ``batch['ids']``."""

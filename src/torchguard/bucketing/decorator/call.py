@@ -401,8 +401,6 @@ class Bucketed(Methods, Generic[_Result_co]):
         self._given = function
         self._options = options
         original, compiler = compiler_for(function, options["compile"])
-        if isinstance(original, torch.nn.Module):
-            raise TypeError("bucketed: wrap the module, not its compiled call")
         self._caller = Caller(original, compiler, options)
 
     def _bucketed_caller(self) -> Caller:

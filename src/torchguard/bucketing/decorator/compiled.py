@@ -100,12 +100,9 @@ def compiler_for(
 def _compiler(options: Any) -> Compiler:
     """Return what ``compile=`` asks for, with static sizes."""
     if options is not True and not isinstance(options, Mapping):
-        # The name of a mode or of a backend, given in place of the dict.
-        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-        intended = {"mode" if options in modes else "backend": options}
         raise TypeError(
             f"bucketed: compile is {options!r}, expected True or a dict of torch.compile's "
-            f"arguments: compile={intended!r}"
+            "arguments, such as {'mode': 'max-autotune'} or {'backend': 'inductor'}"
         )
     arguments = {} if options is True else dict(options)
     if arguments.pop("dynamic", None):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from torchguard._events import user_line
-from torchguard._pytree import flatten, key_paths
+from torchguard._pytree import flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of
-from torchguard.bucketing.decorator.bucket import Call, Case, Plan, sizes_of
+from torchguard.bucketing.decorator.bucket import Case, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
 from torchguard.equivalence.compare import PADDING, Verdict, judge
 from torchguard.equivalence.outcome import Outcome
@@ -72,7 +72,7 @@ def advice(shapes: OutputShapes, case: Case, fills: Any) -> str:
     else:
         text = ". Pass the function a mask (mask=) or the true sizes (lengths=)"
     if fills:
-        zeros = typed(case.call, dict.fromkeys(fills, 0))
+        zeros = dict.fromkeys(map(case.call.argument_of, fills), 0)
         return (
             f"{text}. With 0 there nothing differs for this call; fill={zeros} says that 0 is "
             "right for every call (as for a sum, but not for a maximum)"
@@ -176,18 +176,3 @@ def _place(operator: str) -> str:
     """Return the name of an operator and the user's line that has called it, if there is one."""
     shown = operator.strip("_").removesuffix("_for_cpu")
     return ", ".join(filter(None, (shown, user_line())))
-
-
-def typed(call: Call, values: Mapping[int, Any]) -> str:
-    """Return values of leaves, by index, as dims= and fill= take them: nested, by argument."""
-    names, _, treedefs, _ = call.signature
-    arguments = zip(names, treedefs, strict=True)
-    paths = [(name, *path) for name, treedef in arguments for path in key_paths(treedef)]
-    tree: dict[Any, Any] = {}
-    for index, value in values.items():
-        node = tree
-        *outer, last = paths[index]
-        for key in outer:
-            node = node.setdefault(key, {})
-        node[last] = value
-    return repr(tree)

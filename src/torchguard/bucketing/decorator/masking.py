@@ -74,15 +74,13 @@ def lengths_of(given: Any, axes: Sequence[str]) -> dict[str, str]:
 
 
 def _axis(axis: Any, axes: Sequence[str], what: str, argument: str) -> str:
-    if axis is None:
-        if len(axes) > 1:
-            raise ValueError(
-                f"bucketed: {what} names {argument!r}, but there are axes {', '.join(axes)}: say "
-                "which one it is for"
-            )
+    if axis is None and len(axes) == 1:
         return axes[0]
     if axis not in axes:
-        raise ValueError(f"bucketed: {what} names axis {axis!r}, but dims has {', '.join(axes)}")
+        raise ValueError(
+            f"bucketed: {what} names {argument!r} for axis {axis!r}, expected one of "
+            f"{', '.join(axes)}"
+        )
     return str(axis)
 
 

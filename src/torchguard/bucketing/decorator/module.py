@@ -8,7 +8,6 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from torchguard import _torch
 from torchguard.bucketing.decorator.call import NOT_TRACING, Caller, Methods, Settings
@@ -107,11 +106,6 @@ def _parts(
             f"{type(module).__name__}, expected one around an nn.Module that is not bucketed yet"
         )
     own = type(module)
-    if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
-        raise TypeError(
-            f"bucketed: this {own.__name__} changes its class when it first runs: call it once "
-            "before, or wrap a module that holds it"
-        )
     if "forward" in module.__dict__:
         raise TypeError(
             f"bucketed: this {own.__name__} has a forward of its own, set on the object: wrap that "

@@ -29,10 +29,6 @@ from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
 from torchguard.equivalence.outcome import Output
 
-_WITHOUT_PARTS = (
-    torch.Tensor, torch.Size, torch.dtype, torch.device, int, float, complex, str, bytes,
-    type(None),
-)  # fmt: skip
 _NOT_OPENED = (type, ModuleType, torch.nn.Module)
 
 
@@ -63,7 +59,7 @@ class FlatOutput:
                     "out of it later can't be sliced. Return tensors, tuples, lists, dicts or "
                     "dataclasses"
                 )
-            if not isinstance(leaf, _WITHOUT_PARTS) and _holds_tensors(leaf):
+            if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
                 raise TypeError(
                     f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
                     "holds tensors that can't be sliced: return tensors, tuples, lists, dicts "

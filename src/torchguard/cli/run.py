@@ -148,7 +148,7 @@ def _new_main() -> dict[str, Any]:
     names = module.__dict__
     loader = importlib.machinery.BuiltinImporter  # what packages imported on the way see
     names.update(__builtins__=builtins, __loader__=loader)
-    if "__annotations__" in vars(sys.modules["__main__"]):  # up to Python 3.13
+    if sys.version_info < (3, 14):  # later ones compute it when it is read (PEP 649)
         names["__annotations__"] = {}
     # For good: exit handlers and threads of the program still need their __main__. What a
     # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.

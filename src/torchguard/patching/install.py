@@ -21,6 +21,7 @@ from torchguard._torch import DYNAMO, computing_unseen, on_import, patch, rebuil
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
+from torchguard.patching.lines import show_warnings_at_callers, show_warnings_where_raised
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 
 _DEFAULT = ("resize",)
@@ -340,6 +341,8 @@ def _put_in_place(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
                 new.append(name)
                 _in_place.add(name)
                 GUARDS[name].changed()
+        if _in_place:
+            show_warnings_at_callers()
     except BaseException:
         _remove(new, lambda: None)
         raise
@@ -426,6 +429,8 @@ def _remove(names: list[str], then: Callable[[], None]) -> None:
             if ended is not None:
                 last.callback(ended, failed=False)
             last.callback(GUARDS[name].changed)
+        if not _in_place:
+            show_warnings_where_raised()
 
 
 def _module_was_imported(module: ModuleType) -> None:

@@ -30,6 +30,9 @@ FEW: dict[str, set[str]] = {
     "nothing": set(),
     "gone torch._C._jit_get_schemas_for_operator": {"out", "overlap", "guarded()"},
     "the version counter stays": {"resize", "safe_resize_()", "rollback_on_error()", "guarded()"},
+    "gone torch.Tensor._version": {
+        *("resize", "recompute", "safe_resize_()", "rollback_on_error()", "guarded()"),
+    },
     "checkpoint() applies another function": {"recompute"},
     "F.embedding calls another builtin": {"checks"},
     "load_state_dict copies otherwise": set(),

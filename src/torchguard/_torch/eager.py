@@ -35,7 +35,8 @@ def version_of(tensor: torch.Tensor) -> int | None:
     """``tensor._version``, or None for an inference tensor, which has no version counter."""
     try:
         return tensor._version
-    except RuntimeError:  # also for one that was made to view an inference tensor: x.data = y
+    # Also for one that was made to view an inference tensor (x.data = y), or without the name.
+    except (RuntimeError, AttributeError):
         return None
 
 

@@ -21,8 +21,8 @@ from torchguard._torch import DYNAMO, computing_unseen, on_import, patch, rebuil
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
-from torchguard.patching.lines import show_warnings_at_callers, show_warnings_where_raised
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
+from torchguard.patching.warning_lines import show_warnings_at_callers, show_warnings_where_raised
 
 _DEFAULT = ("resize",)
 

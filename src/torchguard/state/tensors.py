@@ -563,9 +563,11 @@ def why_not_restorable() -> str | None:
             saved.restore()
             if tuple(tensor.shape) != (2,) or tensor.any():
                 return "its shape and elements"
-            return None if version_of(tensor) == saved.version else "its version counter"
+            if saved.version is None or version_of(tensor) != saved.version:
+                return "its version counter"
         except Exception as error:  # noqa: BLE001  a name that is gone may raise anything
             return f"it ({type(error).__name__}: {error})"
+        return None
 
 
 def _warn_if_not_restorable() -> None:

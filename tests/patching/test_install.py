@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchguard
+from support.child_process import output_of
 from support.install import locked, resize_is_safe, same, snapshot
 from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
@@ -355,3 +356,40 @@ def _settings() -> Iterator[None]:
 def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: Any) -> None:
     with setting(), install("resize", "out") as installation:
         assert installation.skipped == {}
+
+
+_DYNAMOS_TABLES = """
+    import sys
+
+    def tables():
+        from torch._dynamo import trace_rules
+        from torch._dynamo.variables.builder import VariableBuilder
+        return [
+            *(f"{key!s:.60} {kind}" for key, kind in trace_rules.get_torch_obj_rule_map().items()),
+            *(f"{each!s:.60}" for each in trace_rules.get_tensor_method()),
+            f"{len(VariableBuilder._id_dispatch())} {len(VariableBuilder._type_dispatch())}",
+        ]
+
+    import torch
+    if "before" in sys.argv: tables()
+    if len(sys.argv) > 1:
+        import torchguard
+        before = list(sys.meta_path)
+        torchguard.install("all", only_if_needed=False)
+        if "between" in sys.argv: tables()
+        if "compiled" in sys.argv: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+        torchguard.uninstall()
+        assert sys.meta_path == before, sys.meta_path
+    import re
+    for each in sorted(re.sub("0x[0-9a-f]+", "", line) for line in tables()):
+        # PyTorch wraps it when Dynamo is there, and finds both if the table is filled again.
+        if "manual_seed" not in each:
+            print(each)
+"""
+
+
+def test_uninstall_leaves_no_finder_and_no_entry_in_dynamos_tables() -> None:
+    """Whether Dynamo is imported before the guards or under them."""
+    expected = output_of(_DYNAMOS_TABLES)
+    for order in (["before"], ["between", "compiled"]):
+        assert output_of(_DYNAMOS_TABLES, *order) == expected, order

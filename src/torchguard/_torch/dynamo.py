@@ -16,7 +16,6 @@ from types import BuiltinMethodType, CodeType, ModuleType
 from typing import Any
 
 import torch
-import wrapt
 
 from torchguard._events import frame_of_user
 from torchguard._torch.schemas import private
@@ -41,7 +40,8 @@ CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
 """The method that hands Dynamo's graph to the backend."""
 
 
-_registered: set[tuple[str, Callable[[ModuleType], None]]] = set()
+_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+_called: set[tuple[str, Callable[[ModuleType], None]]] = set()
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -50,11 +50,53 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
     An import that another thread has begun is waited for. Not to be called under ``patch.lock``,
     which the other thread wants at its end.
     """
-    if (name, action) not in _registered:
-        if name in sys.modules:
-            importlib.import_module(name)
-        _registered.add((name, action))
-        wrapt.register_post_import_hook(action, name)
+    if (name, action) in _called or action in _waiting.get(name, ()):
+        return
+    _waiting.setdefault(name, []).append(action)
+    if name in sys.modules:
+        _was_imported(importlib.import_module(name))
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def stop_waiting(*actions: Callable[[ModuleType], None]) -> None:
+    """Call these no more; remove the finder from ``sys.meta_path`` if nothing is waited for."""
+    for name, waiting in list(_waiting.items()):
+        waiting[:] = [each for each in waiting if each not in actions]
+        if not waiting:
+            del _waiting[name]
+    if not _waiting and _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+
+
+def _was_imported(module: ModuleType) -> None:
+    for action in _waiting.pop(module.__name__, ()):
+        _called.add((module.__name__, action))
+        action(module)
+    stop_waiting()
+
+
+class _Finder:
+    """Finds a module that is waited for as others do, and says when it has been executed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _waiting:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs: Iterator[Any] = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
+        if spec is not None:
+            loader, execute = spec.loader, spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _was_imported(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_FINDER: Any = _Finder()
 
 
 def dynamo_is_there() -> bool:

@@ -17,7 +17,14 @@ from typing_extensions import Self
 
 from torchguard._events import record, warn_user
 from torchguard._public import public
-from torchguard._torch import DYNAMO, computing_unseen, on_import, patch, rebuild_dynamo_tables
+from torchguard._torch import (
+    DYNAMO,
+    computing_unseen,
+    on_import,
+    patch,
+    rebuild_dynamo_tables,
+    stop_waiting,
+)
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
@@ -431,6 +438,7 @@ def _remove(names: list[str], then: Callable[[], None]) -> None:
             last.callback(GUARDS[name].changed)
         if not _in_place:
             show_warnings_where_raised()
+            stop_waiting(_module_was_imported, _try_later)
 
 
 def _module_was_imported(module: ModuleType) -> None:

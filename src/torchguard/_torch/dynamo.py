@@ -106,8 +106,11 @@ def dynamo_is_there() -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-def rebuild_dynamo_tables() -> None:
-    """Let Dynamo fill its tables of torch's functions again, while they are torch's own."""
+def rebuild_dynamo_tables(*, are_filled: bool) -> None:
+    """Let Dynamo fill its tables of torch's functions, while they are torch's own.
+
+    ``are_filled``: they may hold what guards have put there, and are filled again.
+    """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     handlers = sys.modules.get("torch._dynamo.variables.torch")
     variable = getattr(handlers, "TorchInGraphFunctionVariable", None)
@@ -119,6 +122,8 @@ def rebuild_dynamo_tables() -> None:
         table: Any = getattr(owner, name, None)
         if hasattr(table, "cache_clear"):
             before = table()
+            if not are_filled:
+                continue
             table.cache_clear()
             filled = table()
             if isinstance(filled, dict):  # Dynamo adds to it: what it knows of any() and itertools

@@ -446,7 +446,7 @@ def _module_was_imported(module: ModuleType) -> None:
     is_dynamo = module.__name__ == DYNAMO
     if is_dynamo:
         with patch.lock, patch.originals_set_aside():
-            rebuild_dynamo_tables()
+            rebuild_dynamo_tables(are_filled=bool(_in_place))
     reasons: dict[str, str] = {}
     with patch.lock:
         concerned = [name for name in GUARDS if module.__name__ in GUARDS[name].in_modules]

@@ -7,11 +7,16 @@ main thread between two bytecodes of whatever runs there, so their exceptions ca
     try:
         torch_function(tensor)
     except BaseException:
-        roll_back(saved.restore)
+        try:
+            roll_back(saved.restore)
+        except BaseException:  # a signal came during the call
+            roll_back(saved.restore)
+            raise
         raise
 
-A signal is not deferred if it arrives while the call that fails is still running, or in the few
-bytecodes between its exception and :func:`roll_back`: then nothing is rolled back.
+If a signal arrives while the call that fails is still running, its handler runs at the entry of the
+next function in Python: in front of the first line of :func:`roll_back`, or of an ``__exit__``. No
+``try`` in there sees what it raises, so the caller has one.
 """
 
 from __future__ import annotations

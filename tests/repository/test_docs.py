@@ -280,20 +280,12 @@ PUBLIC = {
     for name in torchguard._HOME  # type: ignore[attr-defined]
     if not (isinstance(found := getattr(torchguard, name), type) and issubclass(found, Exception))
 }
-_LATER = {
-    name
-    for name, home in torchguard._HOME.items()  # type: ignore[attr-defined]
-    if home.startswith(("bucketing", "transactions", "verification.decorator"))
-}
 _SLOW = {"doctor", "DoctorReport", "load_sharded", "verified", "verification_report"}
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW))
-        for name in sorted(PUBLIC - _LATER)
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in sorted(PUBLIC)],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_example(name: str) -> None:
@@ -310,7 +302,7 @@ def test_example(name: str) -> None:
 def test_sections_of_docstrings() -> None:
     """A public function says what its arguments are, what it costs, and shows an example."""
     missing = []
-    for name in sorted(PUBLIC & {*torchguard.__all__} - _LATER):
+    for name in sorted(PUBLIC & {*torchguard.__all__}):
         found = getattr(torchguard, name)
         text = inspect.getdoc(found) or ""
         needed = ["Cost:", "Example:"]

@@ -48,6 +48,9 @@ class Buckets:
         TypeError: no sequence of integers.
         ValueError: no size at all, or one that is not positive.
 
+    Cost:
+        A search in a short list for each call.
+
     Example:
         >>> from torchguard import Buckets
         >>> buckets = Buckets([64, 128, 512])

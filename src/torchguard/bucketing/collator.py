@@ -53,6 +53,9 @@ class BucketCollator:
         ValueError: an axis without a ladder; a mask besides a ``collate_fn``, which alone
             knows how long each sample was.
 
+    Cost:
+        The padding, in the workers of the loader.
+
     Example:
         >>> import torch
         >>> from torchguard import BucketCollator, Buckets

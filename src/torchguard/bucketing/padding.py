@@ -24,7 +24,15 @@ _EXPECTED = "expected a number, 'repeat-last' or 'arange'"
 
 @public
 class Padded(NamedTuple):
-    """A tensor at its bucket's size, and how much of it is real."""
+    """A tensor at its bucket's size, and how much of it is real.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import pad_to_bucket
+        >>> padded = pad_to_bucket(torch.tensor([7, 8, 9]), 0, [4, 8])
+        >>> padded.tensor, padded.length
+        (tensor([7, 8, 9, 0]), 3)
+    """
 
     tensor: torch.Tensor
     length: int
@@ -61,6 +69,9 @@ def pad_to_bucket(
         TypeError: ``x`` is not a tensor, or ``value`` does not fit its dtype.
         IndexError: ``x`` has no such dimension.
         ValueError: no bucket holds it, or there is nothing to repeat.
+
+    Cost:
+        One copy, or nothing if the tensor fits its bucket exactly.
 
     Example:
         >>> import torch
@@ -109,6 +120,15 @@ def unpad(
     Raises:
         IndexError: ``x`` has no such dimension.
         ValueError: there is less than ``length``, or ``side`` is another word.
+
+    Cost:
+        A view: nothing is copied.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import unpad
+        >>> unpad(torch.tensor([7, 8, 9, 0]), 0, 3)
+        tensor([7, 8, 9])
     """
     size = x.size(dim)
     if not 0 <= length <= size:
@@ -141,6 +161,15 @@ def length_mask(
         TypeError: ``lengths`` are no integers.
         ValueError: not 1-D, or another ``side``. Lengths in a list have to be 0 to ``size``;
             those in a tensor are not checked, because that would wait for the GPU.
+
+    Cost:
+        One comparison, on the device of the mask.
+
+    Example:
+        >>> from torchguard import length_mask
+        >>> length_mask([1, 3], 3)
+        tensor([[ True, False, False],
+                [ True,  True,  True]])
     """
     _check_side(side, "length_mask")
     real = torch.as_tensor(lengths, device=device)

@@ -64,6 +64,9 @@ class BucketBatchSampler(Sampler[list[int]]):
             both or neither of ``tokens`` and ``batch_size``, ``rank`` without ``world_size``, or no
             batch left with ``drop_last``.
 
+    Cost:
+        One shuffle of the items for each epoch, on the host.
+
     Example:
         >>> from torchguard import BucketBatchSampler
         >>> sampler = BucketBatchSampler([3, 7, 2, 8, 4, 1], [4, 8], tokens=16, shuffle=False)

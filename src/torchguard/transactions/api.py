@@ -91,6 +91,10 @@ def transaction(
     Upstream: https://github.com/pytorch/pytorch/issues/64636,
     https://github.com/pytorch/pytorch/issues/10615
 
+    Cost:
+        Copies of parameters and optimizer state while ``optimizer.step()`` runs, unless it is fused,
+        and copies of buffers for each block.
+
     Example:
         >>> import torch, torchguard
         >>> model = torch.nn.Linear(2, 1)

@@ -26,7 +26,17 @@ from torchguard.transactions.retry import Retry, run
 @public
 @dataclass(frozen=True)
 class TransactionStats:
-    """What a transaction has done so far."""
+    """What a transaction has done so far.
+
+    Example:
+        >>> import torch, torchguard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loss = step.run(lambda batch: model(batch).mean(), torch.ones(4, 2))
+        >>> stats = step.stats()
+        >>> stats.commits, stats.rollbacks
+        (1, {})
+    """
 
     commits: int = 0
     """Blocks whose step counts."""
@@ -51,6 +61,14 @@ class Transaction:
             ends before that (an accumulation of gradients, a ``return``) does not count, and
             neither does a block that was rolled back.
         part_size: how many samples :meth:`run` puts into a part, once a batch ran out of memory.
+
+    Example:
+        >>> import torch, torchguard
+        >>> model = torch.nn.Linear(2, 1)
+        >>> step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loss = step.run(lambda batch: model(batch).mean(), torch.ones(4, 2))
+        >>> step.committed
+        True
     """
 
     committed: bool

@@ -39,7 +39,16 @@ class CompilesInside(Protocol):
 
 
 class Verified(Protocol[_Arguments, _Result_co]):
-    """A function or a method as it was, and what was found when it was checked."""
+    """A function or a method as it was, and what was found when it was checked.
+
+    Example:
+        >>> import torch, torchguard
+        >>> double = torchguard.verified(backend="aot_eager")(lambda x: 2 * x)
+        >>> double(torch.ones(3))
+        tensor([2., 2., 2.])
+        >>> double.stats().mismatched
+        0
+    """
 
     __name__: str
 
@@ -60,7 +69,16 @@ class Verified(Protocol[_Arguments, _Result_co]):
 if TYPE_CHECKING:
 
     class VerifiedModule(torch.nn.Module):
-        """A module whose compiled graphs are checked: the one that was given, with ``stats()``."""
+        """A module whose compiled graphs are checked: the one that was given, with ``stats()``.
+
+        Example:
+            >>> import torch, torchguard
+            >>> model = torchguard.verified(backend="aot_eager")(torch.nn.ReLU())
+            >>> model(torch.ones(3))
+            tensor([1., 1., 1.])
+            >>> isinstance(model, torch.nn.ReLU), model.stats().verified
+            (True, 1)
+        """
 
         stats: Callable[[], VerificationReport]
 
@@ -158,6 +176,17 @@ def verified(
         ValueError: an argument is none of those it can be.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
+
+    Cost:
+        Each graph runs three times instead of once in its first call, on copies of its inputs.
+
+    Example:
+        >>> import torch, torchguard
+        >>> double = torchguard.verified(backend="aot_eager")(lambda x: 2 * x)
+        >>> double(torch.ones(3))
+        tensor([2., 2., 2.])
+        >>> double.stats().graphs[0].status
+        'verified'
     """
     checks = Options(calls, on_mismatch, max_bytes)
     has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})

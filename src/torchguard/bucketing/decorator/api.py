@@ -143,6 +143,10 @@ def bucketed(  # noqa: D417 - options are named; nothing else comes by position
         KeyError, IndexError: when called: an argument lacks a part or a dim that ``dims`` names.
         PaddingLeakError: when called: padding changes the answer or a gradient.
 
+    Cost:
+        The padding, one graph to compile for each bucket, and for each bucket a check that runs the
+        function several times.
+
     Example:
         >>> import torch
         >>> from torchguard import Buckets, bucketed

@@ -391,7 +391,17 @@ class Methods:
 
 
 class Bucketed(Methods, Generic[_Result_co]):
-    """What :func:`bucketed` returns for a function."""
+    """What :func:`bucketed` returns for a function.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import Buckets, bucketed
+        >>> double = bucketed(lambda x: 2 * x, dims=({0: "t"},), buckets=Buckets([4, 8]))
+        >>> double(torch.ones(3))
+        tensor([2., 2., 2.])
+        >>> double.stats().hits
+        {(4,): 1}
+    """
 
     __name__: str
 

@@ -30,6 +30,15 @@ class BucketedModule(Methods, _AnyModule):
 
     It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
     ``training`` and every attribute are the same for both. Hooks see real inputs and outputs.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import Buckets, bucketed
+        >>> model = bucketed(torch.nn.ReLU(), dims=({0: "t"},), buckets=Buckets([4, 8]))
+        >>> model(torch.ones(3))
+        tensor([1., 1., 1.])
+        >>> isinstance(model, torch.nn.ReLU), model.stats().calls
+        (True, 1)
     """
 
     __slots__ = ()

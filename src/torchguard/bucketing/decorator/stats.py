@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 @public
 @dataclass(frozen=True)
 class BucketedStats:
-    """What a bucketed function has counted so far."""
+    """What a bucketed function has counted so far.
+
+    Example:
+        >>> import torch
+        >>> from torchguard import Buckets, bucketed
+        >>> double = bucketed(lambda x: 2 * x, dims=({0: "t"},), buckets=Buckets([4, 8]))
+        >>> double(torch.ones(3))
+        tensor([2., 2., 2.])
+        >>> stats = double.stats()
+        >>> stats.calls, stats.hits
+        (1, {(4,): 1})
+    """
 
     name: str
     calls: int

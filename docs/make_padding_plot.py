@@ -1,4 +1,4 @@
-"""Draws docs/img/bucketed-padding.png: how much is padding, by how batches are drawn.
+"""Draws docs/img/bucketed-padding.png: the waste of batches that are drawn in four ways.
 
     python docs/make_padding_plot.py
 
@@ -26,10 +26,10 @@ def lengths() -> list[int]:
 
 
 def padding(batches: Iterable[tuple[int, int]]) -> tuple[float, int]:
-    """Return the share of padding in %, and how many shapes (rows, length) there are."""
+    """Return padding per real token in %, and how many shapes (rows, length) there are."""
     shapes = list(batches)
     computed = sum(rows * length for rows, length in shapes)
-    return 100 * (1 - sum(lengths()) / computed), len(set(shapes))
+    return 100 * (computed / sum(lengths()) - 1), len(set(shapes))
 
 
 def ways() -> dict[str, tuple[float, int]]:
@@ -58,13 +58,13 @@ def main() -> int:
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
     colors = ["#b9b9b9"] * (len(found) - 1) + ["#2b6ca3"]
-    bars = axes.barh(list(found), [share for share, _ in found.values()], color=colors)
-    axes.bar_label(bars, [f"{s:.0f} %, {n} shapes" for s, n in found.values()], padding=4)
+    bars = axes.barh(list(found), [waste for waste, _ in found.values()], color=colors)
+    axes.bar_label(bars, [f"{w:.0f} %, {n} shapes" for w, n in found.values()], padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set_xticks([])
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.set_title(f"share of padding: {ITEMS:,} log-normal lengths in batches", fontsize=11)
+    axes.set_xlabel(f"waste: padding per real token, in % ({ITEMS:,} log-normal lengths)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title("Batches of similar length waste least", loc="left", fontsize=11)
     figure.savefig(IMAGE, dpi=110)
     return 0
 

@@ -92,8 +92,8 @@ def transaction(
     https://github.com/pytorch/pytorch/issues/10615
 
     Cost:
-        Copies of parameters and optimizer state while ``optimizer.step()`` runs, unless it is fused,
-        and copies of buffers for each block.
+        Copies of parameters and optimizer state while ``optimizer.step()`` runs, unless it is
+        fused, and copies of buffers for each block.
 
     Example:
         >>> import torch, torchguard

@@ -69,16 +69,7 @@ class Verified(Protocol[_Arguments, _Result_co]):
 if TYPE_CHECKING:
 
     class VerifiedModule(torch.nn.Module):
-        """A module whose compiled graphs are checked: the one that was given, with ``stats()``.
-
-        Example:
-            >>> import torch, torchguard
-            >>> model = torchguard.verified(backend="aot_eager")(torch.nn.ReLU())
-            >>> model(torch.ones(3))
-            tensor([1., 1., 1.])
-            >>> isinstance(model, torch.nn.ReLU), model.stats().verified
-            (True, 1)
-        """
+        """A module whose compiled graphs are checked: the one that was given, with ``stats()``."""
 
         stats: Callable[[], VerificationReport]
 
@@ -88,7 +79,16 @@ if TYPE_CHECKING:
 else:
 
     class VerifiedModule(Protocol):
-        """The module that was given, of its own class."""
+        """The module that was given, of its own class.
+
+        Example:
+            >>> import torch, torchguard
+            >>> model = torchguard.verified(backend="aot_eager")(torch.nn.ReLU())
+            >>> model(torch.ones(3))
+            tensor([1., 1., 1.])
+            >>> isinstance(model, torch.nn.ReLU), model.stats().verified
+            (True, 1)
+        """
 
 
 class Decorator(Protocol):

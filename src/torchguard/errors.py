@@ -52,7 +52,7 @@ class MiscompilationWarning(UserWarning):
 
 
 class TrainingSetupWarning(UserWarning):
-    """A training is set up wrong: a parameter will not be trained, or a schedule runs twice."""
+    """A training is set up wrong: a parameter is not trained, gradients are not cleared."""
 
 
 @public

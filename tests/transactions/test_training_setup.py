@@ -318,6 +318,17 @@ def table(_: Any) -> Any:
     return model, lambda x: model(torch.arange(len(x)))
 
 
+def backbone(_: Any) -> Any:
+    model = net()
+    model[0].requires_grad_(False)
+    return model, model
+
+
+def layer_wise(parameters: Any) -> Any:
+    groups: Any = [{"params": [p], "lr": 0.1 / n} for n, p in enumerate(parameters, 1)]
+    return torch.optim.AdamW(groups)
+
+
 def plain(_: Any) -> Any:
     model = net()
     return model, model
@@ -341,6 +352,8 @@ STEPS: dict[str, tuple[Any, Any, list[str]]] = {
     "lr below rounding": (plain, lambda p: torch.optim.AdamW(p, lr=1e-12), []),
     "relative lr": (plain, torch.optim.Adafactor, []),
     "tensor lr": (plain, lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)), []),
+    "layer-wise rates": (plain, layer_wise, []),
+    "frozen backbone": (backbone, torch.optim.AdamW, []),
     "adapters": (adapters, torch.optim.AdamW, []),
     "half precision": (half_precision, lambda p: torch.optim.AdamW(p, lr=1e-4), []),
     "rows of a table": (table, lambda p: torch.optim.SGD(p, lr=0.1), []),
@@ -391,6 +404,22 @@ def test_the_generator_may_add_to_gradients_of_the_discriminator() -> None:
             g.zero_grad()
             (-discriminator(made).square().mean()).backward()
             g.step()
+
+    assert said(loop) == []
+
+
+def test_an_average_of_the_weights_is_no_part_of_the_model() -> None:
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torchguard.transaction(model, optimizer, also=average)
+
+    def loop() -> None:
+        with step:
+            model(X).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            optimizer.zero_grad()
 
     assert said(loop) == []
 

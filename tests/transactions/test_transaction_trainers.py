@@ -14,7 +14,10 @@ from torch import nn
 import torchguard
 from support.small_training import everything
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("error::torchguard.errors.TrainingSetupWarning"),
+]
 
 
 def network() -> nn.Module:

@@ -50,8 +50,9 @@ def transaction(
     steps no scheduler. ``step.committed`` says whether the last block's step counts,
     ``step.guarantee`` what holds for these optimizers, ``step.stats()`` what has happened so far.
 
-    A model with trainable parameters that no optimizer has is a mistake most of the time, and gives
-    a :class:`~torchguard.errors.TrainingSetupWarning`.
+    A wrong setup gives a :class:`~torchguard.errors.TrainingSetupWarning`: a model has trainable
+    parameters that no optimizer has, or in the first two steps of an optimizer a parameter has no
+    gradient or does not move, or nobody clears the gradients. Later steps are not looked at.
 
     Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
     the block and not at its beginning, unless gradients accumulate over blocks.

@@ -359,6 +359,7 @@ def same_one_by_one(now: Any, before: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    """Whether two objects, or two lists or dicts of objects, are the same."""
     if isinstance(one, dict):
         return same_one_by_one(list(one.values()), list(other.values()))
     return one is other or (isinstance(one, list) and same_one_by_one(one, other))
@@ -435,6 +436,7 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
 
 @functools.lru_cache(maxsize=4096)
 def _has_torchs_loader(kind: type[torch.nn.Module]) -> bool:
+    """Whether ``load_state_dict`` of a class runs nothing but PyTorch's code."""
     # By the class that defines it, not by the function, which may be a guard's: the answer is
     # cached. BatchNorm has a loader too, which adds a key that older checkpoints lack.
     return (
@@ -445,6 +447,7 @@ def _has_torchs_loader(kind: type[torch.nn.Module]) -> bool:
 
 
 def _definer(kind: type, name: str) -> type:
+    """Return the class that defines a method."""
     return next(each for each in kind.__mro__ if name in vars(each))
 
 

@@ -18,7 +18,7 @@ import torch
 from torchguard._events import warn_user
 from torchguard._torch.eager import has_load_hooks
 from torchguard.state.process import roll_back
-from torchguard.state.training import OptimizerSnapshot
+from torchguard.state.training import OptimizerSnapshot, is_of_torch
 
 # The tensors of torch.optim's states that have the shape of their parameter. (Adafactor keeps
 # sums of rows and columns, LBFGS one vector for all parameters.)
@@ -154,7 +154,7 @@ def _expected_shape(
     own = optimizer.state.get(parameter, {}).get(key)
     if isinstance(own, torch.Tensor):
         return own.shape
-    return parameter.shape if like_parameter and _steps_as_torch(optimizer) else None
+    return parameter.shape if like_parameter and is_of_torch(optimizer) else None
 
 
 # --- dtypes ----------------------------------------------------------------------------------
@@ -186,11 +186,6 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
         )
 
 
-def _steps_as_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step()`` is written in PyTorch, in a subclass of the program's too."""
-    return str(type(optimizer).step.__module__).startswith("torch.optim.")
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -218,7 +213,7 @@ def _can_step(
     optimizer of another library does, was known when it was saved.
     """
     kind: Any = type(optimizer)
-    if not _steps_as_torch(optimizer):
+    if not is_of_torch(optimizer):
         return True
 
     def one(value: Any) -> Any:

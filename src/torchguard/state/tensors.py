@@ -178,6 +178,7 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
 def _capture_parts(
     parts: Iterable[tuple[str, torch.Tensor]], copied: Container[str] = ()
 ) -> tuple[tuple[str, Snapshot], ...]:
+    """Take a snapshot of each part, with the elements of those whose names are in ``copied``."""
     return tuple((name, _capture(part, name in copied, False)) for name, part in parts)
 
 
@@ -227,6 +228,7 @@ def _copy_elements(tensor: torch.Tensor) -> _Copy:
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+    """Return the memory from the first to the last element as a tensor of one dimension."""
     offset, length = span
     return tensor.detach().as_strided((length,), (1,), offset)
 
@@ -255,10 +257,12 @@ def _restore_kind(tensor: torch.Tensor, saved: _Autograd) -> None:
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what ``set_`` can't change, and ``x.data = y`` can."""
     return tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def _restore_layout(saved: Snapshot, version: int | None) -> None:
+    """Restore size, strides and storage, or the parts that the tensor is made of."""
     tensor = saved.tensor
     for _, part in saved.parts:
         part.restore(None if version == saved.version else version_of(part.tensor))
@@ -276,6 +280,7 @@ def _restore_layout(saved: Snapshot, version: int | None) -> None:
 
 
 def _restore_sparse(tensor: torch.Tensor, saved: Snapshot) -> None:
+    """Let a sparse tensor have its parts again."""
     assert saved.assemble is not None
     if tensor.layout is torch.sparse_coo:
         # In detached form, so that this snapshot does not share their sizes with the tensor.
@@ -295,6 +300,7 @@ def _restore_sparse(tensor: torch.Tensor, saved: Snapshot) -> None:
 
 
 def _set_metadata(tensor: torch.Tensor, saved: Snapshot) -> None:
+    """Let a strided tensor have its storage again, of the same number of bytes."""
     assert saved.storage is not None
     with without_dispatch_modes(tensor):
         # resize_ grows the storage before it looks at the memory format.
@@ -306,6 +312,7 @@ def _set_metadata(tensor: torch.Tensor, saved: Snapshot) -> None:
 
 
 def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
+    """Whether size, strides, offset and storage are those that were captured."""
     try:
         if tensor.shape != saved.size:
             return False
@@ -329,6 +336,7 @@ def _restore_elements(tensor: torch.Tensor, saved: _Copy) -> None:
 
 
 def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:
+    """Restore the place in the autograd graph, and ``requires_grad`` of a leaf."""
     if saved.data and tensor.grad_fn is not saved.grad_fn:
         if saved.with_history is not None:
             call_with_grad(True, tensor.copy_, saved.with_history)
@@ -445,6 +453,7 @@ class Elements:
 
 
 def _layouts(tensors: list[Tensor]) -> list[Any]:
+    """Return what decides whether copies of tensors fit them."""
     return [(each.dtype, each.shape, each.stride()) for each in tensors]
 
 

@@ -228,6 +228,7 @@ class TrainingSnapshot:
         self._survey.metadata.restore((*self._versions, *self.buffers.versions))
 
     def _restore_flags(self) -> None:
+        """Remove hooks that parameters have got, and restore ``requires_grad``."""
         self._modules.remove_hooks_of(self._survey.all_parameters)
         for parameter, before in zip(self._survey.all_parameters, self._requires_grad, strict=True):
             if parameter.requires_grad != before:
@@ -400,6 +401,13 @@ def has_state(node: Any) -> bool:
     return has_attributes(node) and (
         callable(node) or (hasattr(node, "state_dict") and hasattr(node, "load_state_dict"))
     )
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` is written in PyTorch, in a subclass of the program's too."""
+    # Of the class: a scheduler has wrapped that of an instance.
+    step: Any = type(optimizer).step
+    return str(step.__module__).startswith("torch.optim.")
 
 
 class OptimizerSnapshot:

@@ -38,6 +38,7 @@ from torchguard.state.training import (
     BufferCopies,
     OptimizerSnapshot,
     TrainingState,
+    is_of_torch,
     state_tensors,
 )
 from torchguard.training_setup import FirstSteps
@@ -317,12 +318,6 @@ def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
 
 
 # --- one optimizer.step() ---
-
-
-def is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether ``step()`` is written in PyTorch; a scheduler has wrapped that of an instance."""
-    step: Any = type(optimizer).step
-    return bool(step.__module__.startswith("torch.optim."))
 
 
 def steps_fused(optimizer: Optimizer) -> bool:

@@ -95,7 +95,7 @@ def test_killed_in_each_phase_it_trains_as_if_nothing_had_happened(tmp_path: Pat
 def test_killed_25_times_it_trains_as_if_nothing_had_happened(variant: str, tmp_path: Path) -> None:
     runs = check(tmp_path, given=VARIANTS[variant])
     scales = {line.split()[-1] for line in runs["calm"].values()}
-    assert len(scales) == (6 if "float16" in VARIANTS[variant] else 1)
+    assert len(scales) == (5 if "float16" in VARIANTS[variant] else 1)  # it grows, and overflows
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``python -m torchguard demo``: five failures, in PyTorch and with torchguard."""
+"""``python -m torchguard demo``: six failures, in PyTorch and with torchguard."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ _ACTS = (
     _Act("save", "a kill in the middle of a save",
          "torch.save(step_2, path)  # over step 1",
          "torchguard.save(step_2, path)", "training/checkpoints.html"),
+    _Act("survive", "a training that runs out of memory five times and is killed three times",
+         "in steps 8, 26 and 47; it saves after every ten steps, and resumes",
+         "transaction, step.state_dict(), checkpoint_folder", "tutorials/survive.html"),
 )  # fmt: skip
 
 
@@ -46,8 +49,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command ``demo``."""
     parser = commands.add_parser(
         "demo",
-        help="show five failures, in PyTorch and with torchguard",
-        description="Run five programs that fail, in PyTorch and with torchguard, each in a "
+        help="show six failures, in PyTorch and with torchguard",
+        description="Run six programs that fail, in PyTorch and with torchguard, each in a "
         "process of its own, and show what was lost: within a minute, or two if the compiler's "
         "cache is empty. With matplotlib the losses of the fourth are drawn.",
         epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",

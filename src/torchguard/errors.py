@@ -7,6 +7,8 @@ All of them are here; those that programs catch are at the front door too, as
 ``torchguard.DamagedFileError``.
 """
 
+from collections.abc import Iterable
+
 from torchguard._public import public
 
 
@@ -124,3 +126,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
     )
+
+
+def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
+    """Return an exception and all that caused it."""
+    found: dict[int, BaseException] = {}
+    waiting = [exception]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            waiting += [each.__cause__, each.__context__]
+    return found.values()

@@ -7,7 +7,6 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from torchguard._torch.eager import (
     scale_version,
     step_is_nested,
 )
-from torchguard.errors import UnrecoverableStepError
+from torchguard.errors import UnrecoverableStepError, with_causes
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
 from torchguard.state.tensors import Elements, failures_in, warn_if_refused
 from torchguard.state.training import (
@@ -41,7 +40,7 @@ from torchguard.state.training import (
     is_of_torch,
     state_tensors,
 )
-from torchguard.training_setup import FirstSteps
+from torchguard.training_setup import FirstSteps, SchedulerSteps
 from torchguard.transactions.ranks import Ranks
 
 Undo = Literal["auto", "copy", "none"]
@@ -65,10 +64,8 @@ class Guarded:
     """Those of the first block since the last step, for ``skip_nonfinite``."""
     loss_is_known: bool = False
     """Whether ``run`` knows that the loss function does not call ``backward()``."""
-    epochs: dict[int, int | None] = field(default_factory=dict)
-    """Where ``run`` has left each scheduler, by its id."""
-    warned: bool = False
-    """Whether ``run`` has warned that the loop steps a scheduler, too."""
+    schedules: SchedulerSteps = field(default_factory=SchedulerSteps)
+    """Where ``run`` has left the schedulers."""
 
 
 class Block:
@@ -303,18 +300,6 @@ def _raised_in(exception: BaseException | None, owner: Any) -> bool:
         for each in with_causes(exception)
         for frame, _ in traceback.walk_tb(each.__traceback__)
     )
-
-
-def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
-    """Return an exception and all that caused it."""
-    found: dict[int, BaseException] = {}
-    waiting = [exception]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in found:
-            found[id(each)] = each
-            waiting += [each.__cause__, each.__context__]
-    return found.values()
 
 
 # --- one optimizer.step() ---

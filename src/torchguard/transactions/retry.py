@@ -18,9 +18,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch.eager import versions_of
-from torchguard.errors import UnrecoverableStepError, is_out_of_memory
-from torchguard.training_setup import warn_of_setup
-from torchguard.transactions.block import Guarded, with_causes
+from torchguard.errors import UnrecoverableStepError, is_out_of_memory, with_causes
+from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -133,27 +132,15 @@ def _update(
     if scaler is not None:
         scaler.update()
     for scheduler in guarded.schedulers:
-        _warn_of_second_step(guarded, scheduler)
+        guarded.schedules.before_step(scheduler)
         if isinstance(scheduler, ReduceLROnPlateau):
             assert metric is not None  # _check has asked
             scheduler.step(metric(loss))
         else:
             scheduler.step()
-        guarded.epochs[id(scheduler)] = getattr(scheduler, "last_epoch", None)
+        guarded.schedules.after_step(scheduler)
     for optimizer in optimizers:
         optimizer.zero_grad()
-
-
-def _warn_of_second_step(guarded: Guarded, scheduler: Any) -> None:
-    """Warn, once, if the loop has stepped a scheduler since :func:`run` did."""
-    last = guarded.epochs.get(id(scheduler))
-    if last is not None and scheduler.last_epoch == last + 1 and not guarded.warned:
-        guarded.warned = True
-        warn_of_setup(
-            "run",
-            f"it steps {type(scheduler).__name__}, and your loop has stepped it too: the learning "
-            "rate changes twice in each step. Leave out your scheduler.step()",
-        )
 
 
 def _backward(

@@ -150,6 +150,14 @@ def _another_reentrant(checkpoint: Any) -> None:
         )
 
 
+def _local_renamed(name: str) -> None:
+    """The functions of ``torch.utils.checkpoint`` call a local variable by another name."""
+    for function in _functions(importlib.import_module(_CHECKPOINT)):
+        code = function.__code__
+        names = tuple(f"{each}_of_later" if each == name else each for each in code.co_varnames)
+        function.__code__ = code.replace(co_varnames=names)
+
+
 def _loads_otherwise(torch: Any) -> None:
     """``Module.load_state_dict`` copies with another operator than ``copy_``."""
 
@@ -308,6 +316,8 @@ COMPILED: dict[str, Callable[[], None]] = {
     ),
     "the generator of checkpoint() is renamed": lambda: renamed(generator()),
     "checkpoint() calls another generator": lambda: uncalled(generator()),
+    "a local of checkpoint() is renamed": lambda: _local_renamed("gen"),
+    "a local of the generator of checkpoint() is renamed": lambda: _local_renamed("new_frame"),
     "step() calls no global hooks": lambda: _no_global_hooks(sys.modules["torch.optim.optimizer"]),
     "step() is wrapped otherwise": lambda: _hooks_otherwise(sys.modules["torch.optim.optimizer"]),
     "Adam._init_group is renamed": lambda: renamed(

@@ -1,6 +1,6 @@
-"""The exceptions torchguard raises on its own account.
+"""The exceptions that torchguard itself raises.
 
-Where torch itself raises, torchguard lets torch's exception through unchanged,
+If torch itself raises, torchguard lets its exception through unchanged,
 so ``except RuntimeError`` and out-of-memory retry loops keep working.
 
 All of them are here; those that programs catch are at the front door too, as
@@ -22,7 +22,7 @@ class TorchGuardError(Exception):
 
 
 class NonResizableStorageError(TorchGuardError, RuntimeError):
-    """Raised, before anything is touched, where torch would kill the process.
+    """Raised before anything is touched, if torch would kill the process.
 
     ``torch.ones(4).share_memory_().resize_(1000)`` asks a storage without an
     allocator to grow: torch calls through a null pointer. It is a
@@ -45,7 +45,7 @@ class PeerFailedError(TorchGuardError, RuntimeError):
 
 
 class MiscompilationError(TorchGuardError, RuntimeError):
-    """Raised with ``on_mismatch="raise"`` when a graph that was compiled wrong is to run."""
+    """Raised with ``on_mismatch="raise"`` when a graph that was compiled wrong is called."""
 
 
 @public
@@ -94,22 +94,22 @@ class SharedViewError(TorchGuardError, RuntimeError):
 
 @public
 class UnrecoverableStepError(TorchGuardError, RuntimeError):
-    """Raised from the original exception when a training step failed and can't be undone."""
+    """Raised from the original exception when a training step failed and can't be rolled back."""
 
 
 # torch raises an IndexError in one place and a RuntimeError in another.
 
 
 class IndexOutOfRangeError(TorchGuardError, IndexError, RuntimeError):
-    """Raised by ``checked`` for an index, a label or a count that is out of range."""
+    """Raised by the guard ``"checks"`` for an index, a label or a count that is out of range."""
 
 
 class ValueOutOfRangeError(TorchGuardError, ValueError, RuntimeError):
-    """Raised by ``checked`` for a probability that is none."""
+    """Raised by the guard ``"checks"`` for a probability that is out of range."""
 
 
 class ZeroDivisorError(TorchGuardError, ZeroDivisionError, RuntimeError):
-    """Raised by ``checked`` where integers are divided by zero."""
+    """Raised by the guard ``"checks"`` if integers are divided by zero."""
 
 
 # ---- out of memory ----

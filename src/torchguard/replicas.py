@@ -58,7 +58,7 @@ def replicas_agree(
         group: of the ranks that hold the same plain tensors; None or True for the default one.
         buffers: compare buffers too.
         ignore: names of parameters and buffers that each rank has a part of, sharded by code of
-            your own; ``*`` stands for any text: ``ignore=["blocks.*.column.weight"]``.
+            your own; ``*`` matches any text: ``ignore=["blocks.*.column.weight"]``.
 
     Warns with a :class:`~torchguard.errors.TrainingSetupWarning` if the model has trainable
     parameters that no optimizer has.

@@ -161,13 +161,13 @@ def _settings_are_shared() -> bool:
 
 
 def traced(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo compiles the frame of this function; not of torch's own and of Python's."""
+    """Whether Dynamo compiles the frame of this function, which is not of torch or of Python."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     return not getattr(rules, "check", lambda _: False)(function)
 
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
-    """Equals ``module.compile(**settings)``, for torch's own modules on every release too."""
+    """Equals ``module.compile(**settings)``, for modules of torch too, on every release."""
     # Dynamo does not look into a frame of torch.nn, so on some releases that leaves an
     # nn.Sequential eager.
     utilities = importlib.import_module("torch._dynamo.external_utils")

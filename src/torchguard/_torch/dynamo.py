@@ -107,7 +107,7 @@ def dynamo_is_there() -> bool:
 
 
 def rebuild_dynamo_tables(*, are_filled: bool) -> None:
-    """Let Dynamo fill its tables of torch's functions, while they are torch's own.
+    """Let Dynamo fill its tables of torch's functions, while they are the originals.
 
     ``are_filled``: they may hold what guards have put there, and are filled again.
     """
@@ -285,7 +285,7 @@ _kept_whole: list[Callable[..., Any]] = []
 
 
 def is_kept_whole(function: object) -> bool:
-    """Whether it is a function of torchguard's own that stands in a graph as one node."""
+    """Whether it is a function of torchguard that a graph holds as one node."""
     return any(function is each for each in _kept_whole)
 
 
@@ -419,7 +419,7 @@ def symbols_in(values: Iterable[object]) -> set[Any]:
 def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
     """Return the inputs that Dynamo compiles with: without values, to compile again later.
 
-    None where there is no such mode, or a tensor about which Dynamo has decided nothing.
+    None if there is not a fake mode, or a tensor about which Dynamo has decided nothing.
     """
     mode: Any = getattr(context, "fake_mode", None)
     try:

@@ -90,14 +90,14 @@ class _Place:
             empty_sequence_slot(self.owner)
 
     def was_taken_away(self) -> bool:
-        """Whether torch's own stands in place of the replacement."""
+        """Whether the original is there in place of the replacement."""
         if self.stands() or self.original is ABSENT:
             return False
         value = self.value()
         return value is ABSENT or is_torchs_own(value)
 
     def lower_patch_was_undone(self) -> bool:
-        """Whether code that had patched before us has put back torch's own."""
+        """Whether code that had patched before us has restored the original."""
         return self.was_taken_away() and self.value() is not self.before
 
 
@@ -183,7 +183,7 @@ def _place_at(path: str, make: Make | property) -> _Place | None:
 
 
 def _build(path: str, place: _Place, layers: Mapping[str, Make | property]) -> Any:
-    """Make what stands at a path, from the original up."""
+    """Make the attribute of a path, from the original up."""
     order = sorted(layers, key=lambda guard: _ranks.get(guard, 0))
     key = path, tuple(layers[guard] for guard in order)
     known = _made.get(key)
@@ -208,7 +208,7 @@ def _build(path: str, place: _Place, layers: Mapping[str, Make | property]) -> A
 
 
 def undo(*guards: str, leave_conflicts: bool = False) -> None:
-    """Take the layers of these guards away; where none is left, put back what stood there.
+    """Remove the layers of these guards; restore the original if none is left.
 
     ``leave_conflicts`` leaves a replacement in place below the patch of other code. If code that
     patched before torchguard has put torch's own function back, that stays.
@@ -265,7 +265,7 @@ def paths_of(guard: str) -> list[str]:
 
 
 def patched(path: str) -> bool:
-    """Whether the replacement really stands at the path now; it looks there."""
+    """Whether the replacement is the attribute of the path now; it looks there."""
     place = _table.get(path)
     return place is not None and place.value() is place.replacement
 
@@ -293,7 +293,7 @@ _users_aside = 0
 
 
 def _set_aside(place: _Place) -> None:
-    """Put the original in place of a replacement that stands there, for now."""
+    """Restore the original for a moment, if a replacement is there."""
     if not place.is_aside and place.stands():
         place.set(place.before)
         place.is_aside = True
@@ -310,7 +310,7 @@ def _put_all_back() -> None:
 
 @contextlib.contextmanager
 def originals_set_aside() -> Iterator[None]:
-    """Let torch be as it was while code runs that knows its functions by identity.
+    """Restore torch's functions while code runs that knows them by identity.
 
     The lock is free meanwhile: that code may wait for other threads.
     """

@@ -30,7 +30,7 @@ OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverlo
 
 
 def operator_schemas(name: str) -> list[Any]:
-    """Return the schemas of ``aten::name``; none if there is no such operator."""
+    """Return the schemas of ``aten::name``; none if torch lacks the operator."""
     # Not torch.ops.aten.name: that stays behind as an attribute, and in TorchScript's table.
     schemas: list[Any] = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return schemas
@@ -136,12 +136,12 @@ def is_torchs_own(function: Any) -> bool:
 
 
 def remember_original(replacement: FunctionType, original: Any) -> None:
-    """Let :func:`original_of` find what a replacement stands for."""
+    """Let :func:`original_of` find the original of a replacement."""
     replacement._torchguard_original = original  # type: ignore[attr-defined]
 
 
 def original_of(function: Any) -> Any:
-    """Return torch's own function behind a replacement of ours; any other function itself."""
+    """Return the original of a replacement of ours, and any other function itself."""
     return getattr(function, "_torchguard_original", function)
 
 
@@ -165,7 +165,7 @@ def paths_behind_python(*names: str) -> list[str]:
 
 
 def fill_tables() -> None:
-    """Fill tables that know torch's functions by identity; call it while they are torch's own."""
+    """Fill tables that know torch's functions by identity; call it while they are the originals."""
     # torch.device as a context manager looks up in one what makes tensors.
     devices: Any = importlib.import_module("torch.utils._device")
     for fill in (

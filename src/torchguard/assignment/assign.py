@@ -27,7 +27,7 @@ Value = Any
 
 @public
 def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
-    """Return a copy of ``t`` in which ``value`` stands at ``index``.
+    """Return a copy of ``t`` that has ``value`` at ``index``.
 
     Equals ``out = t.clone(); out[index] = value; return out``: the same values,
     dtype (``t``'s), memory format, broadcasting and device rules. Inside a
@@ -36,7 +36,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     ``torch.func.vmap`` and ``torch.func.grad`` also where only ``value`` or
     ``index`` is transformed, which an assignment in place does not.
 
-    Where ``index`` names an element more than once, one of its values is stored and
+    If ``index`` names an element more than once, one of its values is stored and
     which one is torch's choice; ``torch.use_deterministic_algorithms(True)`` makes
     it the last, as for ``out[index] = value``.
 
@@ -87,7 +87,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
     """Write ``value`` into ``t`` at ``index`` and return ``t``.
 
     Equals ``t[index] = value``: every alias and view of ``t`` sees it, and a leaf
-    that requires grad refuses it with torch's own error. Inside a compiled
+    that requires grad refuses it with PyTorch's error. Inside a compiled
     function, use the tensor that it returns: ``requires_grad`` of that is right while
     tracing; other names of the same tensor are right under ``install("setitem")``.
 
@@ -153,7 +153,7 @@ def _by_index_put(t: torch.Tensor, index: Index, value: torch.Tensor) -> torch.T
 
     Elsewhere (None) it is no faster: its small allocations take the memory that the last result
     has left, which a CPU's allocator would use again. What ``index_put`` refuses is left to the
-    assignment itself, which raises torch's own error.
+    assignment itself, which raises PyTorch's error.
     """
     if value.dtype is not t.dtype or type(t) not in _PLAIN or not torch.is_grad_enabled():
         return None

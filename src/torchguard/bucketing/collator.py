@@ -36,7 +36,7 @@ class BucketCollator:
             A batch that is a tuple or list takes a tuple or list, None for what to leave alone.
         fill: what the padding holds, in the same structure: ``{"labels": -100}``; 0 elsewhere.
             As ``value`` of :func:`torchguard.pad_to_bucket`.
-        collate_fn: makes the batch; torch's own when left out.
+        collate_fn: makes the batch; the default of PyTorch if left out.
         side: where the padding goes.
         mask_key: put a bool mask (B, S), True where a sample is real, into the batch, a
             mapping, under this; with several axes ``{axis: key}``. Masks that the samples have

@@ -37,7 +37,7 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     What is left over in a bucket moves up to the next larger one or makes a batch with fewer
     rows, which ``BucketCollator(batch_sizes=sampler.batch_sizes)`` fills up, whichever costs less.
-    Where it does not come out even over the ranks, a few items come twice, as in
+    If items do not divide evenly among the ranks, a few items come twice, as in
     ``DistributedSampler``.
 
     Args:

@@ -141,7 +141,7 @@ def _explain(error: BaseException, link: Path) -> None:
 
 
 def _refuse_foreign(link: Path) -> None:
-    """Raise if something is at ``link`` that is no link to a folder with our mark."""
+    """Raise if something is at ``link`` other than a link to a folder with our mark."""
     if not os.path.lexists(link):
         return
     if is_ours(link):
@@ -273,7 +273,7 @@ def numbers(link: Path) -> list[int]:
 
 
 def _remove(folder: Path) -> None:
-    """Rename an old folder, then remove it: while that goes on, it has a temporary name."""
+    """Rename an old folder, then remove it: meanwhile it has a temporary name."""
     if os.access(folder, os.W_OK):  # one that is write-protected stays whole
         with opened(str(folder), os.O_RDONLY) as lock:
             try_lock(lock)  # the process is alive; if another one holds it, that is too

@@ -241,16 +241,16 @@ def load_state_dict(
 
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
-    exception is torch's own, with everything that does not match in one message, and every
+    exception is PyTorch's, with everything that does not match in one message, and every
     parameter, buffer, moment and group is unchanged. Tied parameters stay one parameter, with
     ``assign=True`` too. Names and shapes are compared before the
-    first write; a load that Ctrl-C interrupts after that is finished first. Where a module has
+    first write; a load that Ctrl-C interrupts after that is finished first. If a module has
     hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
     loads, and restored.
 
     An optimizer's state goes to the parameters of the same names, where both sides carry names
     (``Adam(model.named_parameters())``, from torch 2.6 on); torch goes by position all the same.
-    Where one side lacks names it goes by position too, and a warning says so.
+    If one side lacks names it goes by position too, and a warning says so.
 
     Args:
         target: a module or an optimizer.
@@ -260,7 +260,7 @@ def load_state_dict(
 
     Raises:
         TypeError: ``target`` is none of these.
-        RuntimeError: torch's own, or a tied parameter has two values in ``state``.
+        RuntimeError: PyTorch's, or a tied parameter has two values in ``state``.
         ValueError: an optimizer's state has tensors of another shape than its parameters (torch
             accepts them, and a fused ``step()`` then writes past their end), or both have names,
             and they are not the same.
@@ -371,7 +371,7 @@ def _load_whole(
 
 
 def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
-    """Call what only an interrupt can make fail; if one does, call it again before it goes on."""
+    """Call what only an interrupt can make fail; after one, call it again."""
     try:
         return call()
     except BaseException:
@@ -395,7 +395,7 @@ class _SkipCopies(TorchFunctionMode):
 
 @functools.cache
 def _can_be_tried() -> bool:
-    """Whether a state that is loaded inside of :class:`_SkipCopies` leaves the module as it was."""
+    """Whether a state that is loaded inside of :class:`_SkipCopies` does not change the module."""
     module = torch.nn.LayerNorm(1, device="cpu")
     state = {name: torch.full_like(each, 7.0) for name, each in module.state_dict().items()}
     with _SkipCopies():

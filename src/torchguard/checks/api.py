@@ -157,7 +157,7 @@ def ended(*, failed: bool) -> None:
 
 
 def not_needed() -> str | None:
-    """Try the defect: ``ctc_loss`` with a label that is no class."""
+    """Try the defect: ``ctc_loss`` with a label out of range."""
     log_probs = torch.zeros((2, 1, 4), device="cpu")[..., :2]  # what is read beyond is ours
     numbers = torch.tensor([2, 1], device="cpu")
     try:

@@ -266,7 +266,7 @@ def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..
 def shown_by(name: str, original: Callable[..., Any]) -> Any:
     """Return what subclasses and modes are to see of a call; None if torch shows that itself.
 
-    torch looks some functions up where replacements stand: methods, and builtins of functional.
+    torch looks some functions up where replacements are: methods, and builtins of functional.
     """
     if original_of(original) is not original:  # the replacement below shows it
         return None

@@ -183,7 +183,7 @@ class _Call:
         return proxy.numel() if dim is None else proxy.size(dim)
 
     def _put(self, check: Check, node: Any, allowed: Any) -> fx.Node:
-        """Put a check in, and return what stands in place of the node of the values."""
+        """Put a check in, and return the node that replaces the values."""
         low, high = (0 if isinstance(each, fx.Proxy) else each for each in allowed)
         function = str(getattr(self._node.target, "__name__", self._node.target))
         line = user_line_of(self._node.stack_trace)

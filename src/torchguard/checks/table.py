@@ -1,7 +1,7 @@
 """Which argument of which operator has to be in which range.
 
 A row is read twice: by the check of an eager call, with tensors, and by the pass over a compiled
-graph, with the nodes that stand for them. ``sizes`` answers for both: the size of an argument
+graph, with their nodes. ``sizes`` answers for both: the size of an argument
 along a dim is a number, or a node where it is symbolic.
 """
 

@@ -171,7 +171,7 @@ def _plugged_in(point: EntryPoint) -> Iterator[Defect | BrokenDefect]:
 
 
 def _fault(item: object) -> str | None:
-    """Say why a plug-in's item is no usable defect; dataclasses check no types themselves."""
+    """Say why a plug-in's item can't be used as a defect; dataclasses check no types themselves."""
     if not isinstance(item, Defect):
         return f"gives {type(item).__name__}, expected torchguard.defects.Defect"
     if item.family not in FAMILIES:

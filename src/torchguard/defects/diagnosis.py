@@ -201,7 +201,7 @@ def select(
     Broken plug-ins belong to no family, so they are part of each.
 
     Raises:
-        ValueError: if there is no such identifier, with the nearest ones, or no such family,
+        ValueError: if an identifier is unknown, with the nearest ones, or a family,
             or no row that is both.
 
     """

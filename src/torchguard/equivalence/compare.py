@@ -166,7 +166,7 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs did the same but for rounding."""
+        """Whether the runs did the same, except for rounding."""
         return not self.differences
 
 
@@ -485,7 +485,7 @@ def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Whether no program can tell the strides of ``actual`` from those of ``expected``.
 
     Dims come in the same order, from the largest stride to the smallest, and two that ``view()``
-    can merge stay so. Dims of size 1 do not count. Where ``expected`` is expanded, anything will
+    can merge stay so. Dims of size 1 do not count. If ``expected`` is expanded, anything will
     do: a compiler may write out what eager expands. The other way round is a difference, because
     an expanded tensor can't be written in place.
     """

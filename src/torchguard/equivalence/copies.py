@@ -316,7 +316,7 @@ def _overwrite_free_memory(results: Sequence[Any]) -> None:
 
 
 class _RandomOperators(TorchDispatchMode):
-    """Notes whether an operator may draw random numbers: torch's own have a tag, others may."""
+    """Notes whether an operator may draw random numbers: those of torch have a tag, others may."""
 
     supports_higher_order_operators = True
 

@@ -1,6 +1,6 @@
 """ULP-scale noise: tensors that are off by about as much as rounding makes them.
 
-Two computations of the same thing agree but for rounding, unless an input lies within it of a
+Two computations of the same thing agree except for rounding, unless an input lies within it of a
 discontinuity, such as those of ReLU and argmax: then both are right and far apart. With noise in
 the last digits they no longer are; what is really wrong still is.
 """
@@ -22,7 +22,7 @@ def can_be_perturbed(values: torch.Tensor) -> bool:
 def perturb_(values: torch.Tensor, seed: int) -> None:
     """Multiply each value in place by a random factor close to 1; zero stays zero.
 
-    Where autocast is on, it is as far from 1 as the dtype that autocast takes rounds.
+    If autocast is on, it is as far from 1 as the dtype that autocast takes rounds.
     """
     if not can_be_perturbed(values):
         return

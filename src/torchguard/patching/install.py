@@ -153,7 +153,7 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         An :class:`Installation`, which can be used in a ``with`` statement.
 
     Raises:
-        ValueError: there is no guard of that name.
+        ValueError: a guard's name is unknown.
         PatchConflictError: other code has patched on top of another guard; nothing is changed then.
         TorchGuardError: with ``strict``, a guard does not protect on this torch; none is installed.
 
@@ -208,7 +208,7 @@ def uninstall(*names: GuardName) -> None:
         *names: which guards; without names, all of them.
 
     Raises:
-        ValueError: there is no guard of that name.
+        ValueError: a guard's name is unknown.
         PatchConflictError: other code has patched on top; nothing is changed then.
 
     Cost:

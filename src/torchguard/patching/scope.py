@@ -117,7 +117,7 @@ def guarded(*names: GuardName) -> Guarded:
             is every guard.
 
     Raises:
-        ValueError: there is no guard of that name.
+        ValueError: a guard's name is unknown.
         NonResizableStorageError: with ``"resize"`` or ``"out"``, a tensor in shared memory would
             have to grow; PyTorch kills the process.
         IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError: with ``"checks"``, at the end

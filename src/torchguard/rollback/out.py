@@ -1,4 +1,4 @@
-"""An ``out=`` operator that fails leaves its output as it was.
+"""An ``out=`` operator that fails leaves its output unchanged.
 
 PyTorch resizes the output first and computes afterwards, so on storage that can't grow, and
 whenever the computation itself fails, ``out`` keeps a shape that is not its own

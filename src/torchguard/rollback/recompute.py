@@ -264,7 +264,7 @@ _USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
 def _rare_values(entries: _Entries, opened: list[Any], members: set[int]) -> list[Any]:
     """Return the values that are no number, string, container or parameter, or hold a tensor.
 
-    Containers that may hold a generator are added to ``opened``, but for those of ``members``.
+    Containers that may hold a generator are added to ``opened``, except those of ``members``.
     """
     rare = []
     for value in entries.values():

@@ -5,7 +5,7 @@ torch writes the new shape first and looks for the memory afterwards
 restored if it raises.
 
 ``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*`` are the helpers. The
-call to torch stands in the guard itself, so that a traceback gains one line and no more.
+call to torch is in the guard itself, so that a traceback gains one line and no more.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def safe_resize_(
     Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
     ``tensor``. On failure (storage that can't grow, out of memory, too many
     elements, a negative size, an unsupported memory format) the exception is
-    torch's own and shape, stride, storage offset, storage, version counter and
+    PyTorch's, and shape, stride, storage offset, storage, version counter and
     every other alias of the storage are restored.
 
     Args:
@@ -215,8 +215,8 @@ def safe_resize_(
 
     Raises:
         NonResizableStorageError: the tensor lives in shared memory and would
-            have to grow; plain torch kills the process.
-        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+            have to grow; PyTorch kills the process.
+        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 
@@ -254,7 +254,7 @@ def safe_resize_as_(
 
     Raises:
         NonResizableStorageError: as :func:`safe_resize_`.
-        RuntimeError, TypeError, torch.OutOfMemoryError: whatever torch raises.
+        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 
@@ -286,14 +286,14 @@ def safe_set_(
     size: Sequence[int] = _ABSENT,
     stride: Sequence[int] = _ABSENT,
 ) -> _Tensor:
-    """Let a tensor view another storage; if that fails, it has its old one back.
+    """Let a tensor view another storage; if that fails, it keeps its old one.
 
     Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and
     returns ``tensor``. What is left out is left out of the call to torch too:
     ``safe_set_(t)`` empties the tensor, ``safe_set_(t, other)`` shares with ``other``.
-    On failure plain torch has swapped the storage already, so the data is gone;
-    here the very same storage object is back, with shape, stride, storage offset
-    and version counter.
+    On failure PyTorch has swapped the storage already, so the data is gone. Here
+    the same storage object is restored, with shape, stride, storage offset and
+    version counter.
 
     Args:
         tensor: the tensor to change, of any shape.
@@ -304,8 +304,8 @@ def safe_set_(
 
     Raises:
         NonResizableStorageError: ``source`` lives in shared memory and is too
-            small; plain torch would try to grow it and kill the process.
-        RuntimeError, TypeError: whatever torch raises.
+            small; PyTorch would try to grow it and kill the process.
+        RuntimeError, TypeError: the errors of PyTorch.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 

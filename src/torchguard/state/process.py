@@ -162,7 +162,7 @@ class RNGState(NamedTuple):
 
     @classmethod
     def capture(cls, generators: list[Access] | None = None) -> RNGState:
-        """Read where they stand."""
+        """Read their states."""
         generators = [*named_generators().values()] if generators is None else generators
         return cls(generators, [get_state() for get_state, _ in generators])
 

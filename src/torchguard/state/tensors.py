@@ -149,7 +149,7 @@ def capture(tensor: torch.Tensor, data: bool = False, *, autograd: bool = False)
     with ``data`` the place in the autograd graph. Nothing is kept of ``.grad`` and hooks.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for the copy; nothing has changed.
+        torch.OutOfMemoryError: the copy does not fit into memory; nothing has changed.
     """
     if has_torch_function_unary(tensor):
         with without_torch_function():

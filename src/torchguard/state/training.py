@@ -149,7 +149,7 @@ class BufferCopies:
 
 
 class TrainingSnapshot:
-    """The training as it was when this was made."""
+    """The state of a training at the time this was made."""
 
     def __init__(self, training: TrainingState, survey: _Survey, *, parameters: bool) -> None:
         self._training = training

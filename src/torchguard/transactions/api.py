@@ -36,9 +36,10 @@ def transaction(
     Equals plain code on success: no bit, no gradient, no random number and no compiled graph
     differs. If a block raises:
 
-    - before the first ``optimizer.step()`` begins, everything is bit for bit as it was when the
-      block began: parameters, gradients, buffers, the optimizer's state and options, scaler,
-      schedulers, RNG states, ``training`` and ``requires_grad``, attributes and hooks of modules;
+    - before the first ``optimizer.step()`` begins, everything is restored bit for bit to the
+      beginning of the block: parameters, gradients, buffers, the optimizer's state and options,
+      scaler, schedulers, RNG states, ``training`` and ``requires_grad``, attributes and hooks of
+      modules;
     - in ``optimizer.step()``, that is rolled back too, from copies that were made when it began
       (``undo=``). State is made before the first parameter is written;
     - after every optimizer has stepped, the step counts (``step.committed``). Gradients are

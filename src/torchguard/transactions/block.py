@@ -154,7 +154,7 @@ class Block:
                 del guarded.first_steps[optimizer]
 
     def _first_buffers(self) -> BufferCopies:
-        """Return the buffers as they were when the gradients of this step began."""
+        """Return the buffers from the time when the gradients of this step began."""
         began = self.guarded.accumulation
         return began if began is not None and self.snapshot.has_gradients else self.snapshot.buffers
 
@@ -211,7 +211,7 @@ class Block:
             guarded.accumulation = self.snapshot.buffers
 
     def roll_back(self) -> list[str]:
-        """Restore the training as it was when the block began; return what could not be.
+        """Restore the training to the beginning of the block; return what could not be restored.
 
         Signals have to be deferred.
         """

@@ -98,7 +98,7 @@ def _load(item: Any, state: Any) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Return where the generators of the process stand, as tensors, numbers and texts."""
+    """Return the states of the process's generators, as tensors, numbers and texts."""
     return {name: _plain(get_state()) for name, (get_state, _) in named_generators().items()}
 
 

@@ -39,7 +39,7 @@ class CompilesInside(Protocol):
 
 
 class Verified(Protocol[_Arguments, _Result_co]):
-    """A function or a method as it was, and what was found when it was checked.
+    """A function or a method, and what was found when it was checked.
 
     Example:
         >>> import torch, torchguard
@@ -139,7 +139,7 @@ def verified(
     options: dict[str, Any] | None = None,
     **compile_options: Any,
 ) -> Any:
-    """Compile a function or a module, and keep of each graph only what does what eager does.
+    """Compile a function or module and verify each graph against eager.
 
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
     compiled in place, as ``module.compile()`` does, and returned: class, parameters and

@@ -87,12 +87,12 @@ class VerificationReport:
 
     @property
     def mismatched(self) -> int:
-        """How many did not; what runs instead stands in their rows."""
+        """How many differ from eager; their rows say what runs instead."""
         return self._count("mismatched")
 
     @property
     def unverified(self) -> int:
-        """How many could not be checked; the reason stands in their rows."""
+        """How many could not be checked; their rows say why."""
         return self._count("unverified")
 
     @property
@@ -125,7 +125,7 @@ ALL_GRAPHS: list[GraphRecord] = []
 
 @public
 def verification_report() -> VerificationReport:
-    """Return what has become of every graph this process has compiled with a check.
+    """Return the result for every graph that this process has compiled with a check.
 
     Print it for a table. It holds numbers and texts only, no tensor and no graph.
 

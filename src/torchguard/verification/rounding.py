@@ -139,7 +139,7 @@ _CASTS = {"half": "double", "bfloat16": "double", "float": "double"}
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that stands for this one in double precision."""
+    """Return the dtype of double precision for this one."""
     return _WIDER.get(dtype, dtype)
 
 
@@ -180,7 +180,7 @@ def _doubled(value: object) -> object:
 
 
 def _narrowed_to(node: fx.Node) -> torch.dtype | None:
-    """Return the dtype to which a cast of the program rounds; None for what is no such cast."""
+    """Return the dtype to which a cast of the program rounds; None for other casts."""
     if node.op != "call_method" or node.target not in {"to", "type", "type_as", *_CASTS}:
         return None
     given, made = (

@@ -89,9 +89,9 @@ _MOST_BYTES = 1 << 30
 class FirstDifference(TorchDispatchMode):
     """Watches two runs, and notes the first operator whose results differ where they are real.
 
-    Real is what both runs have; of two padded runs, what is no padding. An operator whose result
+    Real is what both runs have; of two padded runs, what is not padding. An operator whose result
     has a size of another kind (a batch and its rows in one dim) is passed over, and where the
-    runs go on with different operators nothing more is compared.
+    runs continue with different operators nothing more is compared.
     """
 
     supports_higher_order_operators = True

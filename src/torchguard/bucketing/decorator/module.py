@@ -48,7 +48,7 @@ class BucketedModule(Methods, _AnyModule):
     """The module, the options, what was given (compiled or not), and what calls."""
 
     def __init_subclass__(cls) -> None:
-        """Skip the user's own __init_subclass__: this wrapper is no new class to register."""
+        """Skip the user's own __init_subclass__: this wrapper is not a class to register."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Pad, run the module's own forward, slice."""

@@ -130,6 +130,40 @@ def test_a_fault_in_any_gradient_is_found_in_any_unit_and_rounding_is_none(
             assert found.count(False) == ZERO_BY_ALGEBRA.get(kind, 0), (unit, found)
 
 
+class Narrow(Perceptron):
+    """Computes in a narrow type: under autocast, or with its weights in that type."""
+
+    def __init__(self, dtype: torch.dtype, *, autocast: bool) -> None:
+        super().__init__()
+        self.dtype, self.autocast = dtype, autocast
+        if not autocast:
+            self.to(dtype)
+            self.data = self.data[0].to(dtype), self.data[1]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.autocast):
+            return super().forward(x, y, unit)
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.bfloat16, True)])
+def test_a_fault_in_a_gradient_is_found_in_narrow_types(dtype: torch.dtype, autocast: bool) -> None:
+    """Not with weights in float16 below 1e-5, where eager's gradients are mostly rounding."""
+    torch.manual_seed(0)
+    graph, compiled, inputs = traced(Narrow(dtype, autocast=autocast), "aot_eager")
+    places = [place for place, value in enumerate(inputs) if getattr(value, "ndim", 1) == 0]
+    (place,) = [p for p in places if inputs[p].is_floating_point()]
+    for unit in (1.0, 1e-4, 1e-6):
+        inputs[place] = torch.tensor(unit)
+        eager = run_on_copies(graph, inputs)
+        other = run_on_copies(compiled, inputs, reference=eager)
+        in_double = functools.cache(lambda: exact(graph, inputs))
+        assert judge(eager, other, COMPILING, in_double).differences == ()
+        for spoil in FAULTS:
+            for key in other.gradients:
+                wrong = spoiled(other, key, spoil)
+                assert judge(eager, wrong, COMPILING, in_double).differences, (unit, key)
+
+
 class RunningNorm(nn.Module):
     """Reads a statistic that it then writes (https://github.com/pytorch/pytorch/pull/197039)."""
 

@@ -13,7 +13,7 @@ import torchguard
 from support.writers import names, size_limited
 from torchguard import _files
 from torchguard._files import locked_file, replace_file, temporary_name, write_text
-from torchguard.verification.reproduce import _write
+from torchguard.verification.reproduce import write_script
 
 PACKAGE = Path(torchguard.__file__).parent
 RENAMES = {"replace", "rename", "renames", "move"}
@@ -72,8 +72,8 @@ def test_a_buckets_file_goes_through_a_pipe(tmp_path: Path, link: bool) -> None:
 
 def test_a_reproducer_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "graph.py"
-    assert _write("first", path) == str(path)
-    assert _write("second", path) == str(tmp_path / "graph-2.py")
+    assert write_script("first", path) == str(path)
+    assert write_script("second", path) == str(tmp_path / "graph-2.py")
     assert path.read_text() == "first"
 
 

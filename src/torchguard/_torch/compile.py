@@ -8,7 +8,8 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import CodeType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torchguard._torch.schemas import private
 
 def compiler_of(compiled: Any) -> tuple[Any, Any] | None:
     """Return what ``torch.compile`` was given and its settings; None for what is not compiled."""
+    compiled = getattr(compiled, "__torchguard_compiled__", compiled)  # what compares its calls
     if isinstance(compiled, torch.nn.Module):
         settings = compiled.__dict__.get("dynamo_ctx")
         original = compiled._modules.get("_orig_mod")
@@ -168,15 +170,34 @@ def traced(function: Callable[..., Any]) -> bool:
 
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
     """Equals ``module.compile(**settings)``, for modules of torch too, on every release."""
+    module._compiled_call_impl = torch.compile(inlined(module._call_impl), **settings)
+    module._compiled_call_impl = keep_settings(module._compiled_call_impl)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function to compile that calls this one; torch's own are compiled too then."""
     # Dynamo does not look into a frame of torch.nn, so on some releases that leaves an
     # nn.Sequential eager.
     utilities = importlib.import_module("torch._dynamo.external_utils")
-    if hasattr(utilities, "wrap_inline"):
-        call = utilities.wrap_inline(module._call_impl)
-        module._compiled_call_impl = torch.compile(call, **settings)
-    else:
-        module.compile(**settings)
-    module._compiled_call_impl = keep_settings(module._compiled_call_impl)
+    wrap: Callable[..., Any] = getattr(utilities, "wrap_inline", lambda call: call)
+    wrapped: Callable[..., Any] = wrap(function)
+    return wrapped
+
+
+def is_entrance(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether torch alone has run since the call of ``code``, with ``frame`` the innermost."""
+    while frame is not None and frame.f_code is not code:
+        if frame.f_code.co_filename not in _ENTRANCES:
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+_ENTRANCES = {
+    str(Path(torch.__file__).parent / each)
+    for each in ("_dynamo/eval_frame.py", "_dynamo/external_utils.py", "nn/modules/module.py")
+} | {str(Path(__file__).with_name(each)) for each in ("compile.py", "dynamo.py")}
+"""Where the frames are between a call of a compiled function and the first that Dynamo compiles."""
 
 
 def compiles_dynamic(settings: Any) -> bool:

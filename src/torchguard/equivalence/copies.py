@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -392,7 +392,11 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             for place, tensor, version, _ in before
             if version is None or version != version_of(tensor)
         )
-        outcome.sharing = _sharing(outcome.outputs, copies.values)
+        outcome.sharing = sharing_of(
+            (f"{kind} {number}", value)
+            for kind, values in (("input", copies.values), ("output", outcome.outputs))
+            for number, value in enumerate(values)
+        )
         # An input that was written to has a history now, and a gradient to send back through it.
         results = [
             tensor
@@ -440,11 +444,14 @@ def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return rounded.to(device=tensor.device, dtype=tensor.dtype)
 
 
-def _sharing(outputs: list[Any], inputs: list[Any]) -> frozenset[tuple[str, str]]:
+def sharing_of(named: Iterable[tuple[str, Any]]) -> frozenset[tuple[str, str]]:
+    """Return the pairs of an output and an input, or another output, that overlap in memory.
+
+    The names of outputs begin with ``output``; inputs come first.
+    """
     spans = [
-        (f"{kind} {number}", value.device, *span_of(value))
-        for kind, values in (("input", inputs), ("output", outputs))
-        for number, value in enumerate(values)
+        (name, value.device, *span_of(value))
+        for name, value in named
         if isinstance(value, torch.Tensor) and value.layout is torch.strided
         if value.numel() and value.untyped_storage().nbytes()
     ]

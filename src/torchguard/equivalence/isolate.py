@@ -118,12 +118,14 @@ class UndoMutations(TorchDispatchMode):
     The mode sees every operator. A storage that was there before is copied before the first
     operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
     elements it drops depends on the shape, so with it a padded run could never equal the real one.
+    If not ``deterministic``, random operators are left alone.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, deterministic: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._deterministic = deterministic
         self.operators: set[str] = set()
         """The names of the operators that ran."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -139,7 +141,7 @@ class UndoMutations(TorchDispatchMode):
         self.operators.add(schema.name)
         given = _tensors((*args, *kwargs.values()))
         self._copy_what_is_written(schema, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if self._deterministic and torch.Tag.nondeterministic_seeded in func.tags:
             result = _deterministic(func, schema, args, kwargs)
         else:
             result = func(*args, **kwargs)
@@ -227,7 +229,7 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
 # ---- run it ----
 
 
-class _OperandsFirst(TorchFunctionMode):
+class OperandsFirst(TorchFunctionMode):
     """Calls in this scope compute as if operands that overlap what is written were copied first.
 
     For runs in which no compiled function runs: Dynamo guards on modes. See ``reference.py``.
@@ -270,7 +272,7 @@ def run_undoing_mutations(
     buffers = _buffers_of(modules)
     with isolated(modules):
         try:
-            with watch, _OperandsFirst():
+            with watch, OperandsFirst():
                 returned = function(*given.args, **given.kwargs)
             structure, outputs = read(returned)
             tensors = [each.value for each in outputs if isinstance(each.value, torch.Tensor)]

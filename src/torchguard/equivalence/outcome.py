@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -97,19 +97,23 @@ class Outcome:
 
 def send_backward(
     outputs: Sequence[Output],
-    sources: Mapping[int, torch.Tensor],
+    sources: Mapping[int, Any],
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
     *,
     retain_graph: bool = False,
+    without: Collection[int] = (),
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
     It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel. With
     ``retain_graph`` the graph of what was made before, such as a memory, is left to the caller.
+    ``sources`` may have the edge of a tensor in its place; leaves whose id is in ``without`` get
+    none.
     """
-    parameters = _leaves_behind([output.value for output in outputs], sources.values())
+    found = leaves_behind([output.value for output in outputs], sources.values())
+    parameters = [each for each in found if id(each) not in without]
     wanted = [*sources.values(), *parameters]
     ends = [
         output
@@ -142,16 +146,21 @@ def send_backward(
     return gradients
 
 
-def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Find the leaves that outputs depend on by way of autograd's graph, inputs left out."""
+def leaves_behind(outputs: Sequence[Any], inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """Find the leaves that outputs depend on by way of autograd's graph, inputs left out.
+
+    An input may be an edge of the graph; what is behind it is left out too.
+    """
+    inputs = list(inputs)
     known = {id(tensor) for tensor in inputs}
+    ends = {each.node for each in inputs if not isinstance(each, torch.Tensor)}
     found: dict[int, torch.Tensor] = {}
-    waiting = [
+    waiting: list[Any] = [
         value.grad_fn
         for value in outputs
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        if isinstance(value, torch.Tensor) and value.grad_fn not in {None, *ends}
     ]
-    seen = set(waiting)
+    seen: set[Any] = {*waiting, *ends}
     while waiting:
         node = waiting.pop()
         # Only AccumulateGrad has it: the node of a leaf.

@@ -144,6 +144,7 @@ class Containers:
         roots: where to begin.
         skip: objects to leave alone, with all that is in them.
         into: says of an object whether to go into its attributes.
+        data: whether to copy the elements of tensors.
     """
 
     def __init__(
@@ -152,8 +153,9 @@ class Containers:
         *,
         skip: Iterable[Any] = (),
         into: Callable[[Any], bool] = lambda _: False,
+        data: bool = True,
     ) -> None:
-        self._into = into
+        self._into, self._data = into, data
         self.copies: list[tuple[Any, Any]] = []
         """Containers and objects with a state, each with what :func:`restore_container` takes."""
 
@@ -169,7 +171,7 @@ class Containers:
     def _take(self, node: Any) -> Iterable[Any]:
         """Copy one object; return the objects inside of it."""
         if isinstance(node, Tensor):
-            self.tensors.append(capture(node, data=True))
+            self.tensors.append(capture(node, data=self._data))
         elif isinstance(node, dict):
             self.copies.append((node, dict(node)))
             return node.values()

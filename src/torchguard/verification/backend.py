@@ -52,6 +52,8 @@ class Options:
     calls: int = 1
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
+    against: Literal["python"] | None = None
+    every: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.calls) is not int or self.calls < 1:
@@ -63,6 +65,12 @@ class Options:
             raise ValueError(
                 f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
             )
+        if self.against not in {None, "python"}:
+            raise ValueError(f"verified: against is {self.against!r}, expected 'python' or None")
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"verified: every is {self.every!r}, expected a number of 1 or more")
+        if self.every is not None and self.against is None:
+            raise ValueError("verified: every is for against='python', which was not given")
 
 
 class VerifiedBackend:
@@ -81,12 +89,13 @@ class VerifiedBackend:
         function: str | None = None,
     ) -> None:
         self._inner = inner
-        self._function = function  # the name of what the user has decorated
+        self.function = function
+        """The name of what the user has decorated."""
         self.checks = options
         """How graphs are checked."""
         given = {"mode": mode, "options": inner_options}
         self._settings = {name: value for name, value in given.items() if value is not None}
-        self._dynamic = dynamic
+        self.dynamic = dynamic
         self._own_fallbacks: tuple[Fallback, ...] | None = None
         self._graphs: list[GraphRecord] = []
         if self._settings:
@@ -98,9 +107,9 @@ class VerifiedBackend:
         ``torch.compile`` passes on settings with a graph, ``mode`` and ``options``.
         """
         if settings:
-            return fallbacks_of(self._inner, {**self._settings, **settings}, self._dynamic)
+            return fallbacks_of(self._inner, {**self._settings, **settings}, self.dynamic)
         if self._own_fallbacks is None:
-            self._own_fallbacks = fallbacks_of(self._inner, self._settings, self._dynamic)
+            self._own_fallbacks = fallbacks_of(self._inner, self._settings, self.dynamic)
         return self._own_fallbacks
 
     def __call__(
@@ -114,15 +123,14 @@ class VerifiedBackend:
         # Copied before it is compiled: compilers rewrite the graph they are given.
         traced = graph if reason is not None else copy_graph(graph)
         function, place = place_of(traced)
-        record = GraphRecord(self._function or function, place, operations, runs=first.name)
+        record = GraphRecord(self.function or function, place, operations, runs=first.name)
         # Asked while Dynamo compiles: afterwards 2.13 has forgotten it.
         context = tracing_context()
         symbols = [symbols_of(context, value) for value in example_inputs]
         dynamic = any(isinstance(value, SYMBOLIC) for value in example_inputs)
         fakes = fake_inputs(context, example_inputs, symbols) if dynamic else None
         compiled = first.compile(graph, example_inputs)
-        self._graphs.append(record)
-        ALL_GRAPHS.append(record)
+        self.add(record)
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
@@ -140,8 +148,7 @@ class VerifiedBackend:
             self.checks,
             record,
             compiled,
-            draws_like_eager=first.name in UNCOMPILED
-            or (first.name == "inductor" and inductor_draws_like_eager(first.compile)),
+            draws_like_eager=self.draws_like_eager(first),
         )
         numbers = numbers_in(traced, example_inputs)
         sizes = sizes_of(traced, examples)
@@ -150,6 +157,18 @@ class VerifiedBackend:
         if sizes is None and not numbers and not writes:
             return checked_calls(check)
         return checked_calls_of_new_keys(check, sizes, numbers, writes)
+
+    def draws_like_eager(self, first: Fallback | None = None) -> bool:
+        """Whether the random numbers of what the backend compiles are those of eager."""
+        first = self.fallbacks()[0] if first is None else first
+        return first.name in UNCOMPILED or (
+            first.name == "inductor" and inductor_draws_like_eager(first.compile)
+        )
+
+    def add(self, record: GraphRecord) -> None:
+        """Add a row to the reports."""
+        self._graphs.append(record)
+        ALL_GRAPHS.append(record)
 
     def stats(self) -> VerificationReport:
         """Return what has become of the graphs this backend has compiled."""
@@ -172,7 +191,7 @@ class VerifiedBackend:
             and self._inner == other._inner
             and self.checks == other.checks
             and self._settings == other._settings
-            and self._dynamic == other._dynamic
+            and self.dynamic == other.dynamic
         )
 
     def __hash__(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -121,6 +122,8 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
+    against: Literal["python"] | None = None,
+    every: int | None = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -134,6 +137,8 @@ def verified(
     calls: int = 1,
     on_mismatch: OnMismatch = "fallback",
     max_bytes: int | None = None,
+    against: Literal["python"] | None = None,
+    every: int | None = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -165,6 +170,9 @@ def verified(
         on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
             the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
         max_bytes: leave a graph unverified if its inputs' storages have more bytes.
+        against: ``"python"``: compare each call that compiles with the same call as plain Python,
+            on the same inputs, for functions that compute. Both runs are rolled back first.
+        every: compare one of so many calls too, for constants that Dynamo should have guarded.
         backend: what compiles, by name or itself.
         mode: as for ``torch.compile``.
         options: as for ``torch.compile``.
@@ -188,7 +196,7 @@ def verified(
         >>> double.stats().graphs[0].status
         'verified'
     """
-    checks = Options(calls, on_mismatch, max_bytes)
+    checks = Options(calls, on_mismatch, max_bytes, against, every)
     has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -219,7 +227,7 @@ def verified(
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:
-        _check_function(function)
+        _check_function(function, against)
         # A protocol and no class: this room does not import the one of bucketed.
         if isinstance(function, CompilesInside):
             return function.__torchguard_compile__(settings_for)
@@ -234,14 +242,26 @@ def verified(
         settings = settings_for(function, None)
         made: Any = function
         if hasattr(function, "get_compiler_config"):
-            made = keep_settings(torch.compile(_settings_of(function)["function"], **settings))
+            function = _settings_of(function)["function"]
+            made = keep_settings(torch.compile(function, **settings))
         elif isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
         else:
             made = keep_settings(torch.compile(function, **settings))
+        made = _compared(made, function, settings["backend"])
         return _with_stats(made, settings["backend"])
 
     return wrap if function is None else wrap(function)
+
+
+def _compared(made: Any, function: Any, backend: VerifiedBackend) -> Any:
+    """Compare the calls of what was compiled with Python, if that is asked for."""
+    if backend.checks.against is None:
+        return made
+    # Here and not above: most programs do not ask for it.
+    from torchguard.verification.against import compare_with_python  # noqa: PLC0415
+
+    return compare_with_python(made, function, backend)
 
 
 class _Stats:
@@ -258,7 +278,7 @@ class _Stats:
         return _Stats, ()
 
 
-def _check_function(function: Any) -> None:
+def _check_function(function: Any, against: str | None) -> None:
     """Refuse what can't be compiled, with what to write instead."""
     if isinstance(function, str):
         raise TypeError(
@@ -267,6 +287,10 @@ def _check_function(function: Any) -> None:
         )
     if not callable(function):
         raise TypeError(f"verified: expected a function or a module, got {type(function).__name__}")
+    if against is not None and isinstance(function, CompilesInside):
+        raise TypeError(
+            "verified: against= is not for what is bucketed, whose check runs it as Python already"
+        )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         # torch.compile takes one; with 2.13 the process dies after its first call.
         raise TypeError(
@@ -309,6 +333,9 @@ def _settings_of(given: Any) -> dict[str, Any]:
 
 # ---- install("verified") ----
 
+AGAINST_VARIABLE = "TORCHGUARD_VERIFIED"
+"""``python``: compare calls that compile with Python, as ``verified(against="python")`` does."""
+
 # Options that torch.compile keeps for itself.
 _NOT_INDUCTORS = {"guard_filter_fn", "use_aoti"}
 
@@ -329,10 +356,11 @@ def guard_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             # What inductor does not know it refuses now, as torch.compile does.
             known = {name: value for name, value in options.items() if name not in _NOT_INDUCTORS}
             inductor_backend(mode, known or None, dynamic)
-        checked = VerifiedBackend("inductor", Options(), dynamic=dynamic)
+        against: Any = os.environ.get(AGAINST_VARIABLE) or None
+        checked = VerifiedBackend("inductor", Options(against=against), dynamic=dynamic)
         made = original(model, **{**settings, "backend": checked})
         if model is None:
-            return lambda model: keep_settings(made(model))
-        return keep_settings(made)
+            return lambda model: _compared(keep_settings(made(model)), model, checked)
+        return _compared(keep_settings(made), model, checked)
 
     return compile

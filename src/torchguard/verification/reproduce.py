@@ -26,7 +26,7 @@ from torchguard.verification.report import GraphRecord
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
 """Names the folder for the scripts; without it they go to a temporary one."""
 
-_MOST_WRITTEN_OUT = 2000  # elements that may stand in a script as numbers
+MOST_WRITTEN_OUT = 2000  # elements that may stand in a script as numbers
 
 _SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
 
@@ -97,7 +97,7 @@ _MINIFY = """    if sys.argv[1:] == ["--minify"]:  # a smaller one; needs torchg
 """
 
 
-class _NoScriptError(Exception):
+class NoScriptError(Exception):
     """The graph can't be written as a script; the text is the reason."""
 
 
@@ -125,10 +125,10 @@ def reproducer_of(
         case = Case(traced.graph, wrong, list(inputs), tuple(range(len(inputs))))
         try:
             text = _script(case, backend.source, minify)
-            folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
+            folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
             folder.mkdir(parents=True, exist_ok=True)
-            record.reproducer = _write(text, folder / f"{name}.py")
-        except _NoScriptError as reason:
+            record.reproducer = write_script(text, folder / f"{name}.py")
+        except NoScriptError as reason:
             return f"none: {reason}"
         except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
             return f"none: writing it raised {type(error).__name__}: {error}"
@@ -176,11 +176,11 @@ def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: A
         sys.stdout.write("no difference\n")
         return 1
     path = Path(script)
-    sys.stdout.write(f"{_write(text, path.with_name(f'{path.stem}-small.py'))}\n")
+    sys.stdout.write(f"{write_script(text, path.with_name(f'{path.stem}-small.py'))}\n")
     return 0
 
 
-def _write(text: str, path: Path) -> str:
+def write_script(text: str, path: Path) -> str:
     """Write a script, under another name where there is one already; return its path."""
     number, stem = 1, path.stem
     while True:
@@ -193,7 +193,8 @@ def _write(text: str, path: Path) -> str:
 
 
 @functools.cache
-def _temporary_folder() -> str:
+def temporary_folder() -> str:
+    """Return the folder of this process's scripts, if the environment names none."""
     return tempfile.mkdtemp(prefix="torchguard-reproducers-")
 
 
@@ -232,12 +233,12 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
     children = []
     for child, module in graph.named_children():
         if not isinstance(module, fx.GraphModule):
-            raise _NoScriptError(f"the graph calls the module {type(module).__name__} as a whole")
+            raise NoScriptError(f"the graph calls the module {type(module).__name__} as a whole")
         made = _class_of(module, f"{name}_{child}", imports, classes)
         children.append(f"        self.{child} = {made}()")
     code = graph.graph.python_code("self")
     for key, value in code.globals.items():
-        imports.setdefault(key, _import_of(key, value))
+        imports.setdefault(key, import_of(key, value))
     body = "\n".join(
         f"    {line}" if line else line
         for line in code.src.strip("\n").splitlines()
@@ -249,7 +250,8 @@ def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes
     return name
 
 
-def _import_of(name: str, value: Any) -> str:
+def import_of(name: str, value: Any) -> str:
+    """Return the line that imports a value under a name."""
     if name in {"torch", "device", "inf", "nan", "NoneType"}:
         return ""
     if isinstance(value, types.ModuleType):
@@ -258,7 +260,7 @@ def _import_of(name: str, value: Any) -> str:
     # Not a nested one, of which no module has the dotted name.
     if module and getattr(sys.modules.get(module), qualified, None) is value:
         return f"from {module} import {qualified} as {name}"
-    raise _NoScriptError(f"the graph has {value!r}, which a script can't import")
+    raise NoScriptError(f"the graph has {value!r}, which a script can't import")
 
 
 def _inputs_that_show(case: Case) -> str:
@@ -267,19 +269,20 @@ def _inputs_that_show(case: Case) -> str:
     They are random; where those show no difference and are few, they have their values.
     """
     if overlapping_storages(case.inputs):
-        raise _NoScriptError("inputs overlap and have no common storage, as a script's would")
+        raise NoScriptError("inputs overlap and have no common storage, as a script's would")
     # Most wrong graphs are wrong for any values; a script without data can be read, and sent.
-    random = _inputs(case.inputs, written_out=False)
+    random = input_lines(case.inputs, written_out=False)
     scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
     with torch.random.fork_rng():
         exec(f"def inputs():\n    torch.manual_seed(0)\n{random}", scope)  # noqa: S102
         seen = bool(case.differences(scope["inputs"]()))
     elements = sum(tensor.numel() for tensor in tensors_of(case.inputs))
-    written_out = not seen and elements <= _MOST_WRITTEN_OUT
-    return _inputs(case.inputs, written_out=True) if written_out else random
+    written_out = not seen and elements <= MOST_WRITTEN_OUT
+    return input_lines(case.inputs, written_out=True) if written_out else random
 
 
-def _inputs(inputs: Sequence[Any], *, written_out: bool) -> str:
+def input_lines(inputs: Sequence[Any], *, written_out: bool) -> str:
+    """Return the lines that make inputs of these shapes, strides and sharing, and a return."""
     lines: list[str] = []
     storages: dict[tuple[int, torch.dtype], str] = {}
     for position, value in enumerate(inputs):

@@ -1,0 +1,255 @@
+"""``verified(against="python")``: a call that compiles is compared with plain Python."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchguard._events import record as record_event
+from torchguard._events import warn_user
+from torchguard._torch import (
+    compiled_call,
+    compiles_inside,
+    inlined,
+    is_entrance,
+    patch,
+    skip_frames,
+)
+from torchguard.equivalence.compare import Difference
+from torchguard.equivalence.copies import bytes_of, why_not_copied
+from torchguard.equivalence.isolate import UndoMutations
+from torchguard.errors import MiscompilationError, MiscompilationWarning
+from torchguard.verification.backend import VerifiedBackend
+from torchguard.verification.graph import unlogged
+from torchguard.verification.reached import Reached
+from torchguard.verification.report import GraphRecord, first_of
+from torchguard.verification.reproduce_python import python_reproducer_of
+from torchguard.verification.undone import Run, UnverifiedError, judged, run_undone, thread
+
+
+class _CompilesError(BaseException):
+    """Ends a call that is about to compile, before any of it has run."""
+
+
+@dataclass(eq=False)
+class AgainstPython:
+    """Compares calls of one compiled function with the same calls as plain Python."""
+
+    function: Any
+    """What the user wrote, a function or a module."""
+
+    python: Callable[..., Any]
+    """Calls it uncompiled."""
+
+    backend: VerifiedBackend
+    calls: int = 0
+    _due: bool = True  # the next call is compared: the first, or one compiled when a part had run
+    _right: int | None = None  # the number of the last call that was right
+    _answer: str = "compiled"  # or "python", or "error"
+    _text: str = ""
+    call_compiled: Callable[..., Any] = field(init=False)
+
+    @functools.cached_property
+    def record(self) -> GraphRecord:
+        """What the report says."""
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        made = GraphRecord(self.backend.function or name, _place_of(self.function), 0)
+        made.runs = "compiled"
+        self.backend.add(made)
+        return made
+
+    @functools.cached_property
+    def call_python(self) -> Callable[..., Any]:
+        """The function as plain Python, also if a compiled function calls it."""
+        called: Callable[..., Any] = torch.compiler.disable(self.python)
+        return called
+
+    def before_compiling(self) -> contextlib.AbstractContextManager[None]:
+        """End the call if Dynamo is about to compile for it, and nothing of it has run so far."""
+        if thread.watched is self:
+            if is_entrance(sys._getframe(1), AgainstPython.call.__code__):
+                raise _CompilesError
+            self._due = True
+        return contextlib.nullcontext()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call; if it compiles something, compare it first."""
+        if thread.runs == "python" or self._answer == "python":
+            return self.call_python(*args, **kwargs)
+        if self._answer == "error":
+            raise MiscompilationError(self._text)
+        if thread.runs:
+            return self.call_compiled(*args, **kwargs)
+        self.calls += 1
+        every = self.backend.checks.every
+        sampled = self._due or (every is not None and self.calls % every == 0)
+        if not sampled:
+            before, thread.watched = thread.watched, self
+            try:
+                return self.call_compiled(*args, **kwargs)
+            except _CompilesError:
+                pass
+            finally:
+                thread.watched = before
+        self._due = False
+        # Disabled: a compiled function that has called us would trace what a check does.
+        torch.compiler.disable(self._check)(args, kwargs)
+        if self._answer != "compiled":
+            return self.call(args, kwargs)
+        before, thread.watched = thread.watched, None
+        try:
+            return self.call_compiled(*args, **kwargs)
+        finally:
+            thread.watched = before
+
+    # ---- the comparison ----
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare one call, and keep the record."""
+        record, start = self.record, time.perf_counter()
+        before = thread.runs, thread.watched
+        found: tuple[Difference, ...] = ()
+        try:
+            found = self._differences(args, kwargs)
+        except (UnverifiedError, torch.OutOfMemoryError) as reason:
+            self._leave(str(reason).partition("\n")[0])
+        except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
+            self._leave(f"the check raised {type(error).__name__}: {error}")
+        else:
+            self._right = self.calls if not found else self._right
+            record.status = "verified" if not found else "mismatched"
+        finally:
+            thread.runs, thread.watched = before
+            record.checks += 1
+            record.seconds += time.perf_counter() - start
+        if found:
+            self._report(found, args, kwargs)
+
+    def _leave(self, reason: str) -> None:
+        if self.record.status == "compiled":
+            self.record.status, self.record.reason = "unverified", reason
+
+    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Difference, ...]:
+        reached, watch = Reached(self.function, args, kwargs), UndoMutations(deterministic=False)
+        self._require_comparable(reached)
+
+        def run(function: Callable[..., Any], runs: str = "compiled") -> Run:
+            return run_undone(reached, watch, function, (args, kwargs), runs)
+
+        python, compiled = run(self.call_python, "python"), run(self.call_compiled)
+        if python.outcome.error is not None and compiled.outcome.error is not None:
+            raise UnverifiedError(f"Python raises {type(python.outcome.error).__name__}")
+        own_error = type(compiled.outcome.error).__module__
+        if own_error.startswith(("torch._dynamo", "torch._inductor")):
+            raise UnverifiedError(f"it can't be compiled: {type(compiled.outcome.error).__name__}")
+        values = self.backend.draws_like_eager() or not python.outcome.random
+        found = judged(reached, python, compiled, values=values)
+        self.record.reason = ""
+        if not found:
+            return ()
+        if judged(reached, python, run(self.call_python, "python"), values=values):
+            # Such as memory that nothing has written: shapes can be compared.
+            values, found = False, judged(reached, python, compiled, values=False)
+            if not found:
+                raise UnverifiedError("Python itself does not give the same result twice")
+        if any(each.kind != "numbers" for each in found):
+            return found
+        # Rounding, if the function is right as Dynamo traces it and what runs is not out of date.
+        with unlogged():
+            compilers = "eager", self.backend.fallbacks()[0].compile
+            traced, again = (run(self._compiled_anew(each)) for each in compilers)
+        if judged(reached, python, traced, values=values) or judged(
+            reached, again, compiled, values=values
+        ):
+            return found
+        self.record.reason = f"by rounding: {'; '.join(first_of(found))}"
+        return ()
+
+    def _require_comparable(self, reached: Reached) -> None:
+        reason, limit = reached.problem, self.backend.checks.max_bytes
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            reason = "ranks would run a collective a different number of times"
+        if reason is None and (reason := why_not_copied(reached.tensors)) is not None:
+            place, text = reason.removeprefix("input ").split(" ", 1)
+            reason = f"{reached.names[int(place)]} {text}"
+        if reason is None and limit is not None and (size := bytes_of(reached.tensors)) > limit:
+            reason = f"what it reaches has {size:,} bytes, max_bytes is {limit:,}"
+        if reason is not None:
+            raise UnverifiedError(reason)
+
+    def _compiled_anew(self, backend: Any) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(
+            inlined(self.python), backend=backend, dynamic=self.backend.dynamic
+        )
+        return compiled
+
+    def _report(self, found: Sequence[Difference], args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Warn or raise, as ``on_mismatch`` says, and decide what runs from now on."""
+        record, action = self.record, self.backend.checks.on_mismatch
+        record.differences = tuple(map(str, found))
+        record.runs = {"fallback": "Python", "warn": "compiled", "raise": "nothing"}[action]
+        with unlogged():
+            reproducer = python_reproducer_of(self.function, args, kwargs, record)
+        last = "" if self._right is None else f"{self.calls - self._right} calls ago"
+        lines = [
+            f"Dynamo (torch {torch.__version__}) traced `{record.function}` wrong:",
+            *(f"  {line}" for line in first_of(found)),
+            f"  function: {record.place}",
+            *([f"  last right comparison: {last}"] if last else []),
+            f"  now: {record.runs} runs",
+            f"  reproducer: {reproducer}",
+        ]
+        self._text = "\n".join(lines)
+        self._answer = {"fallback": "python", "warn": "compiled", "raise": "error"}[action]
+        record_event("miscompiled", "verified", lines[0].rstrip(":"))
+        if action != "raise":
+            warn_user(self._text, MiscompilationWarning)
+
+
+# ---- what verified() returns ----
+
+
+def compare_with_python(made: Any, function: Any, backend: VerifiedBackend) -> Any:
+    """Return what ``torch.compile`` has made, whose calls are compared if they compile.
+
+    A module compiled in place is the one that was given, and gets another compiled call.
+    """
+    in_place = made is function
+    compiled = compiled_call(function) if in_place else made
+    python = function
+    if isinstance(function, torch.nn.Module):
+        python = function._call_impl if in_place else function.__call__
+    check = AgainstPython(function, python, backend)
+    compiled = check.call_compiled = compiles_inside(compiled, check.before_compiling)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return check.call(args, kwargs)
+
+    patch.skip_own_frames()
+    skip_frames(call.__code__)
+    if isinstance(compiled, torch.nn.Module):
+        check.call_compiled = compiled.forward
+        vars(compiled)["forward"] = call
+        return compiled
+    # With torch's marks: Dynamo traces the function itself if it meets this one.
+    functools.update_wrapper(call, compiled)
+    call.__torchguard_compiled__ = compiled  # type: ignore[attr-defined]
+    if in_place:
+        function._compiled_call_impl = call
+    return function if in_place else call
+
+
+def _place_of(function: Any) -> str:
+    """Return ``file:line`` of a function, or of the forward of a module."""
+    called = type(function).forward if isinstance(function, torch.nn.Module) else function
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"

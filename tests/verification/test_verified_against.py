@@ -1,0 +1,533 @@
+"""verified(against="python"): what Dynamo traces wrong is found, and what is right passes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchguard
+from torchguard import MiscompilationWarning, verified
+from torchguard.errors import MiscompilationError
+
+if TYPE_CHECKING:
+    pass
+
+pytestmark = pytest.mark.usefixtures("fresh_reports")
+
+
+def against(function: Any, backend: Any = "eager", **options: Any) -> Any:
+    return verified(against="python", backend=backend, **options)(function)
+
+
+def row(compiled: Any) -> Any:
+    """Return the row of the comparison in the report; the others are graphs."""
+    (found,) = [each for each in compiled.stats().graphs if not each.nodes]
+    return found
+
+
+def said(compiled: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    """Call it; return what it returns and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = compiled(*args, **kwargs)
+    return result, [str(w.message) for w in caught if w.category is MiscompilationWarning]
+
+
+# --- what Dynamo traces wrong
+
+
+def zeros_like_shape(x: torch.Tensor) -> torch.Tensor:
+    return torch.Tensor(x.size())
+
+
+def has_tensor_of_size() -> bool:
+    compiled = torch.compile(zeros_like_shape, backend="eager")(torch.ones(2, 3))
+    return compiled.shape != (2, 3)
+
+
+def test_a_tensor_of_a_size_is_found_where_torch_has_it() -> None:
+    """``torch.Tensor(x.size())``: the sizes become data."""
+    live = has_tensor_of_size()
+    torch._dynamo.reset()
+    compiled = against(zeros_like_shape)
+    found, texts = said(compiled, torch.ones(2, 3))
+    assert found.shape == (2, 3)
+    assert len(texts) == live
+    if live:
+        assert "traced `zeros_like_shape` wrong" in texts[0]
+        assert "shape (2,), eager has (2, 3)" in texts[0] or "result" in texts[0]
+        assert row(compiled).runs == "Python"
+
+
+def test_a_module_that_was_replaced_behind_the_back_of_dynamo_is_found() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sub = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.sub(x)
+            return result
+
+    model = Outer()
+    compiled = against(model, every=3)
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        assert said(compiled, x)[1] == []
+    other = nn.Linear(2, 2)
+    model._modules["sub"] = other
+    object.__setattr__(model, "sub", nn.Identity())
+    plain = Outer.forward(model, x)
+    found, texts = said(compiled, x)
+    assert torch.equal(found, plain)
+    assert texts == [] or "last right comparison: 2 calls ago" in texts[0]
+
+
+def test_replaced_code_is_found_by_a_sample() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x)
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    def other(self: Any, x: torch.Tensor) -> torch.Tensor:
+        del self
+        return x * 3
+
+    compiled = against(Model(), every=4)
+    for _ in range(3):
+        compiled(torch.ones(2))
+    Model.scaled.__code__ = other.__code__
+    found, texts = said(compiled, torch.ones(2))
+    assert found.tolist() == [3, 3]
+    assert [text.splitlines()[0].partition(" traced ")[2] for text in texts] in (
+        ["`Model` wrong:"],
+        [],
+    )
+    if texts:
+        assert "last right comparison: 3 calls ago" in texts[0]
+        assert said(compiled, torch.ones(2))[1] == []
+
+
+# --- planted: a backend that is wrong where the check of the graph does not look
+
+
+def trace_as(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
+    """Make Dynamo trace functions of these names as other ones, as if it had a defect."""
+    module = importlib.import_module("torchguard.verification.against")
+    original = module.compare_with_python
+
+    def compare(_: Any, function: Any, backend: Any) -> Any:
+        wrong = torch.compile(replaced[function.__name__], backend="eager")
+        return original(wrong, function, backend)
+
+    def anew(check: Any, backend: Any) -> Any:
+        return torch.compile(replaced[check.function.__name__], backend=backend)
+
+    monkeypatch.setattr(module, "compare_with_python", compare)
+    monkeypatch.setattr(module.AgainstPython, "_compiled_anew", anew)
+
+
+STATE: list[Any] = []
+TABLE: dict[str, Any] = {"a": 1}
+
+
+def returns(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def adds(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def appends(x: torch.Tensor) -> torch.Tensor:
+    STATE.append(x + 1)
+    return x * 2
+
+
+def sets(x: torch.Tensor) -> torch.Tensor:
+    TABLE["a"] = 2
+    return x * 2
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        raise ValueError("positive")
+    return x * 2
+
+
+def detaches(x: torch.Tensor) -> torch.Tensor:
+    return x * x.detach()
+
+
+def squares(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@pytest.mark.parametrize(
+    ("function", "traced_as", "what"),
+    [
+        (returns, lambda x: x * 3, "output result: 2 of 2 elements differ"),
+        (returns, lambda x: (x * 2, x), "output len(result)"),
+        (returns, lambda x: (x * 2).double(), "dtype"),
+        (writes, lambda x: (x + 1) * 2, "x after the call"),
+        (appends, returns, "len(STATE) after the call: 0, eager has 1"),
+        (sets, returns, "TABLE['a'] after the call: 1, eager has 2"),
+        (raises, returns, "does not raise, eager raises ValueError"),
+        (returns, raises, "raises ValueError: positive, eager does not"),
+        (detaches, squares, "gradient of x"),
+        (returns, lambda x: (x * 2).detach(), "requires_grad"),
+    ],
+)
+def test_each_kind_of_difference_is_found(
+    monkeypatch: pytest.MonkeyPatch, function: Any, traced_as: Any, what: str
+) -> None:
+    trace_as(monkeypatch, **{function.__name__: traced_as})
+    compiled = against(function)
+    x, plain = torch.ones(2), torch.ones(2)
+    if function is not writes:
+        x.requires_grad_()
+        plain.requires_grad_()
+    STATE.clear()
+    TABLE["a"] = 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(ValueError):
+            found = compiled(x)
+    (text,) = [str(w.message) for w in caught if w.category is MiscompilationWarning]
+    assert what in text
+    state_after = list(STATE)
+    table_after = dict(TABLE)
+    STATE.clear()
+    TABLE["a"] = 1
+    if function is not raises:
+        want = function(plain)
+        assert torch.equal(found, want)
+        assert found.requires_grad == want.requires_grad
+        assert len(state_after) == len(STATE)
+        assert table_after == TABLE
+        assert torch.equal(x, plain)
+    assert row(compiled).status == "mismatched"
+    assert row(compiled).runs == "Python"
+    # From then on the function runs as Python, and says nothing.
+    with contextlib.suppress(ValueError):
+        assert said(compiled, torch.ones(2))[1] == []
+
+
+def test_on_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_as(monkeypatch, returns=lambda x: x * 3)
+    refused = against(returns, on_mismatch="raise")
+    for _ in range(2):
+        with pytest.raises(MiscompilationError, match="traced `returns` wrong"):
+            refused(torch.ones(2))
+    torch._dynamo.reset()
+    warned = against(returns, on_mismatch="warn")
+    found, texts = said(warned, torch.ones(2))
+    assert found.tolist() == [3, 3]
+    assert "now: compiled runs" in texts[0]
+
+
+def test_a_mismatch_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_as(monkeypatch, returns=lambda x: x * 3)
+    before = len([e for e in torchguard.events() if e.kind == "miscompiled"])
+    said(against(returns), torch.ones(2))
+    after = [e for e in torchguard.events() if e.kind == "miscompiled"]
+    assert len(after) > before or any("traced `returns`" in e.message for e in after)
+
+
+# --- what is right passes, and nothing of the comparison is left
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.seen: list[int] = []
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(x.shape[0])
+        result: torch.Tensor = self.norm(self.linear(x))
+        return result
+
+
+def test_state_changes_once() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    compiled = against(model, "aot_eager")
+    x = torch.randn(4, 3)
+    _, texts = said(compiled, x)
+    assert texts == []
+    assert (model.calls, model.seen) == (1, [4])
+    assert model.norm.num_batches_tracked is not None
+    assert int(model.norm.num_batches_tracked) == 1
+    want = Counting()
+    want.load_state_dict(model.state_dict())
+    assert model.norm.running_mean is not None
+    assert torch.allclose(model.norm.running_mean, 0.1 * model.linear(x).mean(0), atol=1e-6)
+    assert row(compiled).status == "verified"
+
+
+def test_gradients_arrive_once_and_in_graphs_of_before() -> None:
+    compiled = against(lambda x, w: x * w * w, "aot_eager")
+    w = torch.full((2,), 3.0, requires_grad=True)
+    before = w.exp()
+    _, texts = said(lambda: compiled(before, w).sum().backward())
+    assert texts == []
+    other = torch.full((2,), 3.0, requires_grad=True)
+    (other.exp() * other * other).sum().backward()
+    torch.testing.assert_close(w.grad, other.grad)
+
+
+def test_a_write_into_a_tensor_with_a_history() -> None:
+    def scales(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.mul_(w)
+        return x + 1
+
+    def run(function: Any) -> list[Any]:
+        w = torch.full((2,), 3.0, requires_grad=True)
+        x = w * 2
+        found = function(x, w)
+        (found.sum() + x.sum()).backward()
+        return [found.detach(), x.detach(), w.grad]
+
+    compiled = against(scales)
+    found, texts = said(lambda: run(compiled))
+    assert texts == []
+    torch.testing.assert_close(found, run(scales))
+
+
+def test_random_numbers_are_those_of_one_run() -> None:
+    torch.manual_seed(3)
+    want = functional.dropout(torch.ones(20))
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    compiled = against(functional.dropout)
+    assert torch.equal(compiled(torch.ones(20)), want)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_is_compared_where_nothing_compiles() -> None:
+    compiled = against(returns)
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    assert row(compiled).checks == 1
+    compiled(torch.ones(2, dtype=torch.float64))
+    assert row(compiled).checks == 2
+
+
+def test_a_call_that_compiles_late_has_the_next_one_compared() -> None:
+    """The part before the graph break has run, and has written its input."""
+
+    def breaks(x: torch.Tensor, y: Any) -> torch.Tensor:
+        x.add_(1)
+        torch._dynamo.graph_break()
+        result: torch.Tensor = x * y
+        return result
+
+    compiled = against(breaks)
+    x = torch.zeros(2)
+    assert compiled(x, 2).tolist() == [2, 2]
+    checks = row(compiled).checks
+    assert compiled(x, 3).tolist() == [6, 6]  # only the rest compiles
+    assert compiled(x, 3).tolist() == [9, 9]
+    assert row(compiled).checks == checks + 1
+    assert row(compiled).status == "verified"
+
+
+@pytest.mark.parametrize("kind", ["decorated", "compiled", "module", "method"])
+def test_what_is_called_inside_runs_as_python_too(kind: str) -> None:
+    """A nested compiled function is not left uncompiled for good by the run as Python."""
+    graphs: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append("compiled")
+        return graph
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    made: dict[str, Any] = {
+        "decorated": against(lambda x: x + 1, note),
+        "compiled": torch.compile(adds, backend=note),
+        "module": torch.compile(Inner(), backend=note),
+        "method": torch.compile(Inner().forward, backend=note),
+    }
+    inner = made[kind]
+    compiled = against(lambda x: inner(x) * 2)
+    assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert graphs == []
+    assert inner(torch.ones(2)).tolist() == [2, 2]
+    assert graphs != []
+
+
+def test_inside_of_a_compiled_function_it_is_traced() -> None:
+    inner = against(lambda x: x + 1)
+    graphs: list[Any] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    outer = torch.compile(lambda x: inner(x) * 2, backend=note, fullgraph=True)
+    assert outer(torch.ones(2)).tolist() == [4, 4]
+    assert len(graphs) == 1
+
+    @torch._dynamo.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def between(x: torch.Tensor) -> Any:
+        return inner(x)
+
+    assert torch.compile(lambda x: between(x) * 2, backend="eager")(torch.ones(2)).tolist() == [
+        4,
+        4,
+    ]
+
+
+def test_all_ways_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHGUARD_VERIFIED", "python")
+    x = torch.randn(4, 3)
+    with torchguard.install("verified"):
+        model = Counting()
+        made = torch.compile(model)
+        in_place = Counting()
+        in_place.compile()
+        for each, inner in ((made, model), (in_place, in_place)):
+            each(x)
+            assert inner.calls == 1
+    names = {"Counting", "forward", "_call_impl"}
+    rows = [g for g in torchguard.verification_report().graphs if not g.nodes]
+    rows = [g for g in rows[-2:] if g.function in names]
+    assert len(rows) == 2
+    assert {each.status for each in rows} == {"verified"}
+    monkeypatch.setenv("TORCHGUARD_VERIFIED", "pyhton")
+    with pytest.warns(RuntimeWarning, match="against is 'pyhton'"), torchguard.install("verified"):
+        pass
+
+
+def test_it_is_verified_already() -> None:
+    compiled = against(returns, "inductor")
+    assert verified(against="python")(compiled) is compiled
+    with pytest.raises(TypeError, match="verified already"):
+        verified()(compiled)
+
+
+def test_options_are_checked() -> None:
+    for options, text in (
+        ({"against": "eager"}, "against is 'eager'"),
+        ({"against": "python", "every": 0}, "every is 0"),
+        ({"every": 10}, "every is for against='python'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            verified(**options)(returns)
+    bucket = torchguard.bucketed(dims={"x": {0: "t"}}, buckets=[4])(returns)
+    with pytest.raises(TypeError, match="not for what is bucketed"):
+        verified(against="python")(bucket)
+
+
+def test_what_can_not_be_compared_is_said() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def steps(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        return x * weight
+
+    numbers = iter([1.0, 2.0, 3.0, 4.0])
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * next(numbers)
+
+    for function, args, reason in (
+        (steps, (torch.ones(2),), "optimizer is an optimizer"),
+        (reads, (torch.ones(2),), "numbers is an iterator"),
+        (returns, (torch.ones(2, 2).to_sparse(),), "x a tensor of layout"),
+        (raises, (torch.ones(2),), "Python raises ValueError"),
+    ):
+        torch._dynamo.reset()
+        compiled = against(function)
+        with contextlib.suppress(ValueError):
+            compiled(*args)
+        assert row(compiled).status == "unverified"
+        assert row(compiled).reason.startswith(reason.replace("x a", "x is a"))
+
+
+def test_what_dynamo_refuses_raises_as_before() -> None:
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    compiled = against(refused, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(torch.ones(2))
+    assert row(compiled).reason == "it can't be compiled: Unsupported"
+
+
+def test_threads_compare_at_the_same_time() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = against(model)
+    results: list[Any] = []
+
+    def work(size: int) -> None:
+        x = torch.ones(size, 4)
+        results.append(torch.allclose(compiled(x), model._call_impl(x)))
+
+    threads = [threading.Thread(target=work, args=(size,), daemon=True) for size in range(2, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [True] * 4
+
+
+# --- the reproducer
+
+
+def test_the_reproducer_needs_torch_only(tmp_path: Any) -> None:
+    if not has_tensor_of_size():
+        pytest.skip("this torch is right")
+    torch._dynamo.reset()
+    compiled = against(zeros_like_shape)
+    _, texts = said(compiled, torch.ones(2, 3))
+    script = row(compiled).reproducer
+    assert f"reproducer: {script}" in texts[0]
+    assert "torchguard" not in Path(script).read_text(encoding="utf-8")
+    command = (
+        f"import sys; sys.path[:] = {sys.path!r}; import runpy; "
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stderr
+    assert "compiled gives" in ran.stdout
+
+
+def test_why_there_is_no_reproducer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_as(monkeypatch, returns=lambda x: x * 3)
+    _, texts = said(against(returns), torch.ones(2))
+    assert "reproducer: none: a function that is compiled anew is right" in texts[0]

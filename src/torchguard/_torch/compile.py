@@ -200,6 +200,11 @@ _ENTRANCES = {
 """Where the frames are between a call of a compiled function and the first that Dynamo compiles."""
 
 
+def is_error_of_compiler(error: object) -> bool:
+    """Whether Dynamo or inductor has raised this about what it can't compile."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
 def compiles_dynamic(settings: Any) -> bool:
     """Whether this compiler was given ``dynamic=True``."""
     return getattr(settings, "_dynamic", None) is True

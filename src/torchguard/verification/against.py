@@ -21,6 +21,7 @@ from torchguard._torch import (
     compiles_inside,
     inlined,
     is_entrance,
+    is_error_of_compiler,
     patch,
     skip_frames,
 )
@@ -148,8 +149,7 @@ class AgainstPython:
         python, compiled = run(self.call_python, "python"), run(self.call_compiled)
         if python.outcome.error is not None and compiled.outcome.error is not None:
             raise UnverifiedError(f"Python raises {type(python.outcome.error).__name__}")
-        own_error = type(compiled.outcome.error).__module__
-        if own_error.startswith(("torch._dynamo", "torch._inductor")):
+        if is_error_of_compiler(compiled.outcome.error):
             raise UnverifiedError(f"it can't be compiled: {type(compiled.outcome.error).__name__}")
         values = self.backend.draws_like_eager() or not python.outcome.random
         found = judged(reached, python, compiled, values=values)

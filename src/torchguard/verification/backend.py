@@ -118,6 +118,7 @@ class VerifiedBackend:
         """Compile a graph; its first calls are checked."""
         fallbacks = self.fallbacks(**settings)
         first = fallbacks[0]
+        draws_like_eager = self.draws_like_eager(first)
         operations = sum(node.op.startswith("call_") for node in graph.graph.nodes)
         reason = why_not_twice(graph)
         # Copied before it is compiled: compilers rewrite the graph they are given.
@@ -130,7 +131,8 @@ class VerifiedBackend:
         dynamic = any(isinstance(value, SYMBOLIC) for value in example_inputs)
         fakes = fake_inputs(context, example_inputs, symbols) if dynamic else None
         compiled = first.compile(graph, example_inputs)
-        self.add(record)
+        self._graphs.append(record)
+        ALL_GRAPHS.append(record)
         if reason is not None:
             record.status, record.reason = "unverified", reason
             return compiled
@@ -148,7 +150,7 @@ class VerifiedBackend:
             self.checks,
             record,
             compiled,
-            draws_like_eager=self.draws_like_eager(first),
+            draws_like_eager=draws_like_eager,
         )
         numbers = numbers_in(traced, example_inputs)
         sizes = sizes_of(traced, examples)
@@ -166,7 +168,7 @@ class VerifiedBackend:
         )
 
     def add(self, record: GraphRecord) -> None:
-        """Add a row to the reports."""
+        """Add a row that is not of a graph to the reports."""
         self._graphs.append(record)
         ALL_GRAPHS.append(record)
 

@@ -288,13 +288,13 @@ def run_on_copies(
     with _holding(owned, copies.values):
         copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         if reference is not None:
-            _overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
+            overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
         outcome = _outcome(function, copies, len(owned))
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome
 
 
-def _overwrite_free_memory(results: Sequence[Any]) -> None:
+def overwrite_free_memory(results: Sequence[Any]) -> None:
     """Write NaN into free memory of the sizes of the results: allocators hand it out next.
 
     A kernel that leaves memory unwritten: https://github.com/pytorch/pytorch/issues/195582

@@ -26,7 +26,7 @@ from torchguard._torch import (
     skip_frames,
 )
 from torchguard.equivalence.compare import Difference
-from torchguard.equivalence.copies import bytes_of, why_not_copied
+from torchguard.equivalence.copies import bytes_of, overwrite_free_memory, why_not_copied
 from torchguard.equivalence.isolate import UndoMutations
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import VerifiedBackend
@@ -156,6 +156,7 @@ class AgainstPython:
         self.record.reason = ""
         if not found:
             return ()
+        overwrite_free_memory(list(python.outputs.values()))  # lest a torch.empty is the same again
         if judged(reached, python, run(self.call_python, "python"), values=values):
             # Such as memory that nothing has written: shapes can be compared.
             values, found = False, judged(reached, python, compiled, values=False)

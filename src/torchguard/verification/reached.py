@@ -19,9 +19,9 @@ from torchguard._torch import base_of, version_of
 from torchguard.equivalence.isolate import storage_address
 from torchguard.equivalence.outcome import leaves_behind
 from torchguard.state.containers import ATOMS, Containers
-from torchguard.state.optimizers import has_attributes
-from torchguard.state.random import GENERATORS
+from torchguard.state.process import GENERATORS
 from torchguard.state.tensors import Gradients, capture
+from torchguard.state.training import has_attributes
 
 MISSING: Any = type("nothing", (), {"__repr__": lambda _: "nothing"})()
 """Stands for a value that one run has and the other does not."""

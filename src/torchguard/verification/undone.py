@@ -21,8 +21,7 @@ from torchguard.equivalence.isolate import (
     rng_state_restored,
 )
 from torchguard.equivalence.outcome import Outcome, Output, send_backward
-from torchguard.state.modes import ThreadModes
-from torchguard.state.random import RNGState
+from torchguard.state.process import RNGState, ThreadModes
 from torchguard.verification.reached import MISSING, Reached, leaves_of
 
 _POLICY = replace(PADDING, metadata=True)

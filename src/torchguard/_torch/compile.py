@@ -60,6 +60,16 @@ def compiled_call(given: Any) -> Any:
     return compiled_in_place(given) if isinstance(given, torch.nn.Module) else None
 
 
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module with its hooks, whatever it was compiled to in place."""
+    return module._call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let a module run ``call`` when it is called, as ``module.compile()`` does."""
+    module._compiled_call_impl = call
+
+
 def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
     """Return how ``torch.compile`` was called to make this, or None where torch does not say.
 

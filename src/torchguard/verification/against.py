@@ -23,7 +23,9 @@ from torchguard._torch import (
     is_entrance,
     is_error_of_compiler,
     patch,
+    set_compiled_call,
     skip_frames,
+    uncompiled_call,
 )
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.copies import bytes_of, overwrite_free_memory, why_not_copied
@@ -228,7 +230,7 @@ def compare_with_python(made: Any, function: Any, backend: VerifiedBackend) -> A
     compiled = compiled_call(function) if in_place else made
     python = function
     if isinstance(function, torch.nn.Module):
-        python = function._call_impl if in_place else function.__call__
+        python = uncompiled_call(function) if in_place else function.__call__
     check = AgainstPython(function, python, backend)
     compiled = check.call_compiled = compiles_inside(compiled, check.before_compiling)
 
@@ -245,7 +247,7 @@ def compare_with_python(made: Any, function: Any, backend: VerifiedBackend) -> A
     functools.update_wrapper(call, compiled)
     call.__torchguard_compiled__ = compiled  # type: ignore[attr-defined]
     if in_place:
-        function._compiled_call_impl = call
+        set_compiled_call(function, call)
     return function if in_place else call
 
 

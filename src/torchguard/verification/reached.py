@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from torchguard._pytree import children, names_in, reachable
 from torchguard._torch import base_of, version_of
+from torchguard._torch.eager import members_of
 from torchguard.equivalence.isolate import storage_address
 from torchguard.equivalence.outcome import leaves_behind
 from torchguard.state.containers import ATOMS, Containers
@@ -185,10 +186,7 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
             if node.is_leaf and node.grad is not None:
                 waiting.append((f"{path}.grad", node.grad, False))
         elif isinstance(node, torch.nn.Module):
-            parts: dict[str, Any] = {}
-            parts.update(node._parameters)
-            parts.update(node._buffers)
-            parts.update(node._modules)
+            parts = {key: part for members in members_of(node) for key, part in members.items()}
             parts |= {k: v for k, v in _shared_by(type(node)) if isinstance(v, _CONTAINERS)}
             parts |= {k: v for k, v in vars(node).items() if k not in _OF_MODULES}
             waiting.extend((f"{path}.{name}", part, True) for name, part in parts.items())

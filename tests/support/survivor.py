@@ -215,4 +215,5 @@ def survive(
         for step, line in outcome.lines.items():
             assert found.setdefault(step, line) == line, (place, kill, step)
     assert outcome.counts["out of memory"]
+    assert min(outcome.lines) > 1  # it was resumed
     return found

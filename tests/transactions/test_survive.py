@@ -59,7 +59,7 @@ def trained(folder: Path, **options: Any) -> dict[str, Any]:
     for name, code in SCRIPTS.items():
         (folder / name).write_text(code, encoding="utf-8")
     default = {
-        "script": "train.py", "steps": 40, "every": 4, "share": 0.12, "kills": 25, "seed": 3,
+        "script": "train.py", "steps": 40, "every": 2, "share": 0.1, "kills": 25, "seed": 3,
         "ranks": 1, "given": [], "number": signal.SIGKILL, "then": [],
     }  # fmt: skip
     printed = output_of(PROGRAM, json.dumps({**default, **options}), str(folder))
@@ -87,7 +87,7 @@ def check(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_killed_in_each_phase_it_trains_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    check(tmp_path, steps=12, every=3, share=0.3, kills=4)
+    check(tmp_path, steps=8, every=1, share=0.4, kills=4)
 
 
 @pytest.mark.slow

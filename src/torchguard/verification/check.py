@@ -30,7 +30,7 @@ from torchguard.verification.fallback import EAGER, Fallback, TracedGraph, with_
 from torchguard.verification.graph import names_of, unlogged
 from torchguard.verification.report import GraphRecord, first_of, message_of
 from torchguard.verification.reproduce import reproducer_of
-from torchguard.verification.rounding import exact, not_by_rounding, right_in_double
+from torchguard.verification.rounding import exact, not_by_rounding, policy_of, right_in_double
 
 
 class _UnverifiedError(Exception):
@@ -272,7 +272,7 @@ class GraphCheck:
         compiled = run_on_copies(function, inputs, self.traced.owned, reference=eager)
         unknown = eager.random or self.traced.owned
         in_double = None if unknown else functools.partial(exact, graph, inputs)
-        found = judge(eager, compiled, COMPILING, in_double).differences
+        found = judge(eager, compiled, policy_of(graph, inputs), in_double).differences
         # Without Dynamo's symbols, what is compiled in double would be another graph.
         if not found or self.traced.owned or self.traced.is_dynamic:
             return found, ""

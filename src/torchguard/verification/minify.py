@@ -23,7 +23,7 @@ from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.reference import node_may_write
 from torchguard.verification.fallback import Compiler
 from torchguard.verification.graph import copy_graph, placeholders_of
-from torchguard.verification.rounding import exact
+from torchguard.verification.rounding import exact, policy_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Case:
         if eager.error is not None:
             return ()
         compiled = run_on_copies(self.compiled, inputs)
-        verdict = judge(eager, compiled, COMPILING, lambda: exact(self.graph, inputs))
+        policy = policy_of(self.graph, inputs)
+        verdict = judge(eager, compiled, policy, lambda: exact(self.graph, inputs))
         # What eager itself does not do twice, such as reading new memory, shows nothing.
         steady = verdict.equal or judge(eager, run_on_copies(self.graph, inputs), COMPILING).equal
         names = [f"input {number}" for number in self.numbers]

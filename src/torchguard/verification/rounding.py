@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchguard._torch import enters_autocast, tracing_again
-from torchguard.equivalence.compare import COMPILING, Difference, as_double, close, judge, value_of
+from torchguard.equivalence.compare import (
+    COMPILING,
+    Difference,
+    Policy,
+    as_double,
+    close,
+    judge,
+    value_of,
+)
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
@@ -83,6 +92,22 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
             return judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
+
+
+def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
+    """Return the policy for a graph, which autocast may let compute in narrower dtypes.
+
+    A graph that turns autocast off says where: there a narrower dtype is a mistake.
+    """
+    if _turns_autocast_off(graph, inputs):
+        return COMPILING
+    devices = {tensor.device.type for tensor in tensors_of(inputs)}
+    narrow = {torch.get_autocast_dtype(each) for each in devices if torch.is_autocast_enabled(each)}
+    for part in graphs_in(graph):
+        for node in part.graph.nodes:
+            if enters_autocast(node) and node.args[2]:  # device, dtype, enabled
+                narrow.add(node.args[1] or torch.get_autocast_dtype(node.args[0]))
+    return replace(COMPILING, autocast=frozenset(narrow)) if narrow else COMPILING
 
 
 def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:

@@ -26,6 +26,7 @@ CALLED_GUARDS = {
     "check_consistent": "check_consistent()",
     "bucketed": "bucketed()",
     "transaction": "transaction()",
+    "verified_python": 'verified(against="python")',
 }
 """Guards that are called, and how; every other name is one for ``install()``."""
 

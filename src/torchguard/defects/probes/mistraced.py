@@ -1,0 +1,105 @@
+"""Programs that Dynamo traces as something else than they are; the compiler is right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchguard import verified
+from torchguard.defects.probes import compile_defect, issues
+
+_Compile = Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
+
+_mistraced = partial(compile_defect, guards=("verified_python",))
+
+
+def _compiled(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return torch.compile(function, backend="eager")
+
+
+def _compared(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Compile, and compare every call with plain Python; the warning is not the point here."""
+    checked = verified(function, backend="eager", against="python", every=1)
+
+    def call(x: Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return checked(x)
+
+    return call
+
+
+def _tensor_of_size(compile_: _Compile) -> str | None:
+    x = torch.ones(2, 3)
+    eager, compiled = torch.Tensor(x.size()), compile_(lambda x: torch.Tensor(x.size()))(x)
+    if compiled.shape == eager.shape:
+        return None
+    return f"compiled has the shape {tuple(compiled.shape)}, eager {tuple(eager.shape)}"
+
+
+@_mistraced(
+    "compiled: torch.Tensor(x.size()) holds the sizes as data",
+    upstream=issues(196467),
+    guarded_probe=lambda: _tensor_of_size(_compared),
+    advice="Write torch.empty(x.size()).",
+)
+def dynamo_tensor_of_size() -> str | None:
+    """Make a tensor of a size: Dynamo writes a tuple into the graph, which is taken for data."""
+    return _tensor_of_size(_compiled)
+
+
+def _stale_global(compile_: _Compile) -> str | None:
+    class Settings:
+        factor = 1.0
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * Settings.factor
+
+    call, x = compile_(scaled), torch.ones(1)
+    call(x)
+    Settings.factor = 10.0
+    compiled, eager = call(x).item(), scaled(x).item()
+    return None if compiled == eager else f"compiled gives {compiled}, eager gives {eager}"
+
+
+@_mistraced(
+    "compiled: a number in a class that has changed since is still the old one",
+    upstream=issues(176851),
+    guarded_probe=lambda: _stale_global(_compared),
+    advice="Keep the number in a module or an instance, or pass it as an argument.",
+    limits="Closed in calls that are compared: every=1 compares each, every=1000 one of 1000.",
+)
+def dynamo_stale_global() -> str | None:
+    """Change a class attribute between two calls: Dynamo has made no guard for it."""
+    return _stale_global(_compiled)
+
+
+def _lost_append(compile_: _Compile) -> str | None:
+    class Log:
+        lines: list[int] = []  # noqa: RUF012 - shared by every instance on purpose
+
+    def logged(x: Tensor) -> Tensor:
+        Log.lines.append(1)
+        return x + 1
+
+    call, x = compile_(logged), torch.ones(1)
+    for _ in range(2):
+        call(x)
+    found = len(Log.lines)
+    return None if found == 2 else f"2 calls have appended {found} times"  # noqa: PLR2004
+
+
+@_mistraced(
+    "compiled: an append to a list that a class holds is lost",
+    upstream=issues(169253),
+    guarded_probe=lambda: _lost_append(_compared),
+    advice="Return the value and append it outside the compiled function.",
+)
+def dynamo_lost_append() -> str | None:
+    """Append to a list in a class: Dynamo traces the append and does not write it back."""
+    return _lost_append(_compiled)

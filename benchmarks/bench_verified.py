@@ -92,13 +92,16 @@ def first_calls(name: str, setting: Setting) -> dict[str, Any]:
 
 def later(device: str) -> Iterator[Comparison]:
     """Compare later calls of a tiny graph, static and with dynamic shapes."""
-    for what, lengths, dynamic, target in (
-        ("a call after the first", [8], None, LATER),
-        ("a call with dynamic shapes, of a length that was seen", LENGTHS, True, LATER_DYNAMIC),
-    ):
+    python = partial(verified, against="python")
+    for what, lengths, dynamic, checking, target in (
+        ("a call after the first", [8], None, verified, LATER),
+        ("a call with dynamic shapes, of a length that was seen", LENGTHS, True, verified,
+         LATER_DYNAMIC),
+        ('a call after the first, against="python"', [8], None, python, LATER),
+    ):  # fmt: skip
         batches = [torch.ones(length, device=device) for length in lengths]
         names: dict[str, Any] = {"no_grad": torch.no_grad(), "batches": itertools.cycle(batches)}
-        ways: tuple[tuple[str, Any], ...] = (("bare", torch.compile), ("checked", verified))
+        ways: tuple[tuple[str, Any], ...] = (("bare", torch.compile), ("checked", checking))
         for side, compile_ in ways:
             scope: dict[str, Any] = {}  # each side has code, and so a cache, of its own
             exec("def tiny(x):\n    return x * 2 + 2", scope)  # noqa: S102

@@ -88,7 +88,8 @@ RESIZE = (
     Cost("`rollback_on_error(a)`, 10 elements", "resize", "rollback-small"),
     Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="1 MB"),
 )
-VERIFIED = (FIRST_CALL, LATER_CALL)
+_python = 'a call after the first, against="python"'
+VERIFIED = (FIRST_CALL, LATER_CALL, Cost('the same, `against="python"`', "verified", _python))
 COSTS = (
     FUSED,
     FOREACH,

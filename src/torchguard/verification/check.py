@@ -271,8 +271,10 @@ class GraphCheck:
         graph = self.traced.graph
         compiled = run_on_copies(function, inputs, self.traced.owned, reference=eager)
         unknown = eager.random or self.traced.owned
-        in_double = None if unknown else functools.partial(exact, graph, inputs)
-        found = judge(eager, compiled, policy_of(graph, inputs), in_double).differences
+        in_double = None if unknown else functools.cache(functools.partial(exact, graph, inputs))
+        found = judge(eager, compiled, COMPILING, in_double).differences
+        if found and (policy := policy_of(graph, inputs)) is not COMPILING:  # under autocast
+            found = judge(eager, compiled, policy, in_double).differences
         # Without Dynamo's symbols, what is compiled in double would be another graph.
         if not found or self.traced.owned or self.traced.is_dynamic:
             return found, ""

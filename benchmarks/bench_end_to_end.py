@@ -191,7 +191,8 @@ def by_guard(record: Row, device: str) -> list[Row]:
         each = found.setdefault(guard, {"guard": guard, "worst": 0.0})
         model = step[0].split()[0]
         each[f"{model}, {step[1]}"] = row["ratio"]["median"]
-        each["worst"] = max(each["worst"], row["ratio"]["median"])
+        if row["ratio"]["median"] > each["worst"]:
+            each |= {"worst": row["ratio"]["median"], "worst step": f"{model}, {step[1]}"}
     return list(found.values())
 
 

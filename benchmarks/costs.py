@@ -69,10 +69,10 @@ FIRST_CALL = Cost(
 )
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
 ALL_GUARDS, WORST = (
-    Cost(f'{step}, `install("all")`', "end_to_end", "all", time="", ratio=f"{{{of}:.2f}} times")
-    for step, of in (
-        ("a training step of a decoder", "decoder, training, eager"),
-        ("the worst of the whole steps, a tiny perceptron in training", "worst"),
+    Cost(f'{step}, `install("all")`', "end_to_end", "all", time=name, ratio=f"{{{of}:.2f}} times")
+    for step, name, of in (
+        ("a training step of a decoder", "", "decoder, training, eager"),
+        ("the slowest of the whole steps", "{worst step}", "worst"),
     )
 )
 RESIZE = (

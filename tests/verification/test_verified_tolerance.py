@@ -179,7 +179,7 @@ def test_a_fault_in_a_gradient_is_found_in_narrow_types(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_is_no_mismatch(
+def test_autocast_is_not_a_mismatch(
     kind: Any, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Compiled by inductor, whose kernels keep more digits than eager between two operations.

@@ -25,16 +25,13 @@ from torchguard.checkpoint.saving import save_file
 class TestLoad:
     def test_every_cut(self, tmp_path: Path) -> None:
         """A file that ends early is refused, and the error names it."""
-        for zipped in (True, False):
-            torch.save(OLD, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
-            whole = (tmp_path / "model.pt").read_bytes()
-            cut = tmp_path / "cut.pt"
-            for size in {*range(400), *range(0, len(whole), 97), len(whole) - 1}:
-                cut.write_bytes(whole[:size])
-                with pytest.raises(
-                    torchguard.DamagedFileError, match=r"cut.pt is (not whole|empty)"
-                ):
-                    torchguard.load(cut)
+        torch.save(OLD, tmp_path / "model.pt")
+        whole = (tmp_path / "model.pt").read_bytes()
+        cut = tmp_path / "cut.pt"
+        for size in {*range(400), *range(0, len(whole), 97), len(whole) - 1}:
+            cut.write_bytes(whole[:size])
+            with pytest.raises(torchguard.DamagedFileError, match=r"cut.pt is (not whole|empty)"):
+                torchguard.load(cut)
 
     def test_of_a_folder_it_names_the_files(self, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint"

@@ -89,7 +89,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path.write_bytes(path.read_bytes()[:-100])
     assert main(["verify", str(path)]) == 1
     assert "NOT whole" in capsys.readouterr().out
-    assert "weight" in torchguard.verify_checkpoint(path).faults[0]
+    assert "is cut off or damaged" in torchguard.verify_checkpoint(path).faults[0]
 
 
 def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
@@ -100,14 +100,6 @@ def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(data)
     (fault,) = torchguard.verify_checkpoint(path).faults
     assert "its directory is not what was written" in fault
-
-
-@pytest.mark.parametrize("wrong", ['"XX"', '""', "16", "null"])
-def test_a_header_that_is_damaged(tmp_path: Path, wrong: str) -> None:
-    path = tmp_path / "a.safetensors"
-    header = f'{{"a": {{"dtype": {wrong}, "shape": [2], "data_offsets": [0, 8]}}}}'.encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert "is damaged: its header" in torchguard.verify_checkpoint(path).faults[0]
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +154,7 @@ def test_what_is_no_checkpoint_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no checkpoint")
     for path in (tmp_path, tmp_path / "notes.txt"):
         assert "no checkpoint of a format" in torchguard.verify_checkpoint(path).faults[0]
-    torch.save({"a": 1}, tmp_path / "older", _use_new_zipfile_serialization=False)
+    torch.save({"a": 1}, tmp_path / "model")
     found = torchguard.verify_checkpoint(tmp_path)
     assert found
     assert "notes.txt was not read" in str(found)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,11 +29,8 @@ from torchguard.state.training import Modules, containers_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
 _UNREADABLE = ("PytorchStreamReader failed reading zip archive", "Couldn't parse the version")
-# Magic number, protocol, sizes of integers, the object, the keys of its storages. Elements follow.
-# https://github.com/pytorch/pytorch/blob/main/torch/serialization.py
-OLDER_BEGINS = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # the second byte is the protocol
-_PICKLES = 5
-_OLDER_TEXT, _SHOWN = f"L{0x1950A86A20F9469CFC6C}", 80  # pickle_protocol=0 is text; characters
+_PICKLED_TEXT = f"L{0x1950A86A20F9469CFC6C}"  # torch's older format, with pickle_protocol=0
+_SHOWN = 80  # characters of a text
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 _NAMES = 10  # of the files in a folder, for an error
@@ -132,7 +127,7 @@ def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> Damag
     if is_zip:
         if any(text in str(error) for text in _UNREADABLE):
             return DamagedFileError(f"{path} is damaged: its directory is not what was written")
-    elif isinstance(error, EOFError) or "unexpected EOF" in str(error) or _ends_early(path):
+    elif isinstance(error, EOFError) or "unexpected EOF" in str(error):
         return _cut_off(path, size)
     elif zipfile.is_zipfile(path):  # looks for the directory, which is at the end
         return DamagedFileError(f"{path} is damaged: its first bytes are not what was written")
@@ -146,7 +141,7 @@ def _text_instead(path: str) -> DamagedFileError | None:
             text = file.read(_SHOWN).strip()
     except UnicodeDecodeError:
         return None
-    if text.startswith(_OLDER_TEXT) or not "".join(text.split()).isprintable():
+    if text.startswith(_PICKLED_TEXT) or not "".join(text.split()).isprintable():
         return None
     what = "text, and no checkpoint"
     if text.startswith("version https://git-lfs"):
@@ -154,26 +149,6 @@ def _text_instead(path: str) -> DamagedFileError | None:
     elif text.startswith("<"):
         what = "a web page; the download needs a login, or another address"
     return DamagedFileError(f"{path} is {what}. It begins with {text!r}")
-
-
-def _ends_early(path: str) -> bool:
-    """Whether a file of torch's older format ends inside of one of its pickles.
-
-    What the unpickler says of that depends on the place: that the stack is empty, or that a
-    class, of which only half the name is there, is not allowed.
-    """
-    with open(path, "rb") as file:
-        begins = file.read(len(OLDER_BEGINS))
-        if begins[2:] != OLDER_BEGINS[2 : len(begins)] or begins[:1] != OLDER_BEGINS[:1]:
-            return False
-        file.seek(0)
-        try:
-            for _ in range(_PICKLES):
-                for _ in pickletools.genops(file):
-                    pass
-        except ValueError:
-            return not file.read(1)
-    return False
 
 
 def _check_zip(path: str, size: int, *, checksums: bool) -> None:

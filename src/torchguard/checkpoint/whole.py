@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import os
 import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from torchguard._files import is_temporary_name
 from torchguard._public import public
 from torchguard._torch import open_archive
 from torchguard.checkpoint.folder import MARK, marked, sha256_of
-from torchguard.checkpoint.loading import OLDER_BEGINS, guard_load, record_fault
+from torchguard.checkpoint.loading import guard_load, record_fault
 from torchguard.errors import DamagedFileError
 
 METADATA = ".metadata"
+_GIT_LFS = b"version https://git-lfs"
 _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
-_HEADER_SIZE = 8
-_DTYPE = re.compile(r"(?:BF|[CFIU])(\d{1,2})(?:_E\d+M\d+\w*)?")  # of safetensors, with its bits
 
 Read = Callable[[int], object]
 """Called with the number of bytes that were read, for progress."""
@@ -314,26 +313,25 @@ def _is_known(file: Path) -> bool:
 
 def _is_of_torch(file: Path) -> bool:
     """Whether torch has written a file, or should have: by its name, and by what is in it."""
+    if file.suffix in {".pt", ".pth", ".ckpt"}:
+        return True
     with contextlib.suppress(OSError), file.open("rb") as opened:
-        begins = opened.read(512)
-        if begins.startswith(OLDER_BEGINS[:-1]):  # it may end there
-            return True
-        if begins[257:262] == b"ustar":  # tar, which may hold zip archives as they are
-            return False
-        if zipfile.is_zipfile(opened):
+        begins = opened.read(len(_GIT_LFS))
+        if begins.startswith(b"PK\x03\x04"):
             with contextlib.suppress(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError):
                 with zipfile.ZipFile(opened) as archive:
                     inside = {name.partition("/")[2] for name in archive.namelist()}
                 return not inside.isdisjoint({"version", ".data/version", "data.pkl"})
             return True  # damaged, whoever wrote it
-        # Of text in the place of a .bin, only what a download has left there is told.
-        if file.suffix == ".bin" and begins and b"\0" not in begins:
-            return begins.startswith((b"PK", b"<", b"version https://git-lfs"))
-    return file.suffix in {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+        # What a download has left in the place of a file of transformers.
+        return file.suffix == ".bin" and (begins == _GIT_LFS or begins.startswith(b"<"))
+    return False
 
 
 def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" and find_spec("safetensors") is None:
+        limits.append(f"{path.name} was not read: type pip install safetensors")
+    elif path.suffix == ".safetensors":
         limits.append(f"{path.name}: safetensors has no checksums; header and size were compared")
         fault = _safetensors_fault(path)
         if fault is not None:
@@ -375,34 +373,11 @@ def _open(path: str | os.PathLike[str]) -> None:
 
 
 def _safetensors_fault(path: Path) -> str | None:
-    """Compare the header with itself and with the size of the file.
+    """Let safetensors compare the header with itself and with the size of the file."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  it need not be there
 
-    https://github.com/huggingface/safetensors#format
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_HEADER_SIZE), "little")
-        if size < _HEADER_SIZE or length > size - _HEADER_SIZE:
-            return f"is cut off in its header, after {size:,} bytes"
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = sorted(_place_of(name, each) for name, each in header.items())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return f"is damaged: its header is not what was written ({error})"
-    end, data = 0, size - _HEADER_SIZE - length
-    for begin, stop, name, bits in tensors:
-        if begin != end or (stop - begin) * 8 != bits:
-            return f"is damaged: the header gives {name} another place than its size"
-        if stop > data:
-            return f"is cut off: {name} ends at byte {stop:,}, the file holds {data:,} of them"
-        end = stop
-    return None if end == data else f"has {data - end:,} bytes after its last tensor"
-
-
-def _place_of(name: str, entry: Mapping[str, Any]) -> tuple[int, int, str, int]:
-    """Return where a tensor begins and stops, its name, and how many bits it has to have."""
-    begin, stop = entry["data_offsets"]
-    dtype = entry["dtype"]
-    width = 8 if dtype == "BOOL" else int(_DTYPE.fullmatch(dtype)[1])  # type: ignore[index]
-    return begin, stop, name, math.prod(entry["shape"]) * width
+    try:
+        with safe_open(path, "pt"):
+            return None
+    except SafetensorError as error:
+        return f"is cut off or damaged: {error}"

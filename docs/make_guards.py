@@ -74,7 +74,7 @@ def _replaced(name: str) -> str:
     guard = GUARDS[name]
     paths = [*guard.replacements(), *(path for each in guard.in_modules.values() for path in each)]
     owners = {re.sub(r"(\._\w+)\..*", r"\1", path.rpartition(".")[0]) for path in paths}
-    return ", ".join(f"`{owner}`" for owner in sorted(owners) if "quantization" not in owner)
+    return ", ".join(f"`{owner}`" for owner in sorted(owners))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from support.child_process import output_of
 from support.compiled import Counting, many, plain, square, with_out
 from torchguard import install
 from torchguard._torch import patch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -195,41 +198,6 @@ def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> Non
             assert torch.equal(result, known(x, table, list(table)))
 
 
-def in_set(x: torch.Tensor, functions: Any) -> torch.Tensor:
-    return x + 1 if torch.add in functions else x - 1
-
-
-@pytest.mark.parametrize("filled_anew", [False, True])
-def test_a_frozenset_of_functions_is_looked_up_in_compiled_code_as_in_eager(
-    filled_anew: bool,
-) -> None:
-    """Up to torch 2.8 Dynamo takes a frozenset of builtins and types alone."""
-    (x,) = square()
-    original = torch.add
-    users, _ = graphs_of(in_set, x, frozenset({torch.add, in_set}))
-    if filled_anew:  # Dynamo's table of functions, without the replacements
-        torch._dynamo.trace_rules.clear_lru_cache()
-        torch._dynamo.trace_rules.get_torch_obj_rule_map()
-
-    def assert_same(functions: Any, expected: int = 1, **options: Any) -> None:
-        count, result = graphs_of(in_set, x, functions, **options)
-        assert count == expected
-        assert torch.equal(result, in_set(x, functions))
-
-    with install("out"):
-        replacements = frozenset({torch.add})
-        for functions in (
-            frozenset({torch.add, torch.sub}),
-            frozenset({torch.add, original, dict}),
-            frozenset({torch.sub}),
-            frozenset({original, torch.cat}),  # not what stands there now
-        ):
-            assert_same(functions, fullgraph=True)
-        assert_same(frozenset({torch.add, in_set}), users)  # one of the user's own
-    for functions in (replacements, frozenset({original}), frozenset({1, 2})):
-        assert_same(functions, fullgraph=True)
-
-
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:
     def one(x: torch.Tensor) -> torch.Tensor:
         return current(x, x)
@@ -242,3 +210,31 @@ def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there
             assert torch.equal(compiled(x), current(x, x))
     current = torch.add
     assert torch.equal(compiled(x), x + x)
+
+
+LATER = """
+import pathlib, sys, torch, torchguard
+from torch._dynamo.testing import CompileCounter
+
+path = pathlib.Path(sys.argv[1], "y.pt")
+
+def frames():
+    def function(x):
+        y = x + 1
+        torch.save(y, path)  # a graph break
+        return y * 2
+
+    counter = CompileCounter()
+    torch.compile(function, backend=counter)(torch.ones(3))
+    return counter.frame_count
+
+bare = frames()
+with torchguard.guarded():
+    pass
+with torchguard.install("save", only_if_needed=False):
+    print(bare, frames())
+"""
+
+
+def test_modules_imported_after_the_first_patch_are_no_frames_of_dynamos(tmp_path: Path) -> None:
+    assert output_of(LATER, str(tmp_path)).split() == ["2", "2"]

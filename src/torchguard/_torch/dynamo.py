@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import BuiltinMethodType, CodeType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -170,8 +170,6 @@ def forget_in_dynamo(replacement: Callable[..., Any]) -> None:
         # The map may have been filled anew since, with what it has found in torch.
         if functions.pop(replacement, None) is not None:
             functions.setdefault(original, handlers.TorchInGraphFunctionVariable)
-        if not _originals:
-            _refuse_frozensets(builder)
     except (AttributeError, KeyError, TypeError):  # another Dynamo
         return
 
@@ -192,53 +190,10 @@ def _put_in_tables(replacement: Any, original: Any) -> None:
         kind = _kind_of_variable()
     except (AttributeError, TypeError):  # another Dynamo; or other code's wrapper without a hash
         return
-    _accept_frozensets(builder, sys.modules["torch._dynamo.variables.user_defined"])
     functions[replacement] = kind  # where Dynamo does not know where a function is from
     objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
     replacement._torchdynamo_orig_callable = wrapped
     replacement._torchdynamo_wrapper_id = id(replacement)
-
-
-def _accept_frozensets(builder: Any, variables: Any) -> None:
-    """Let Dynamo take a frozenset of replacements as it takes one of torch's builtins."""
-    # Up to torch 2.8 it takes no other functions.
-    # https://github.com/pytorch/pytorch/blob/v2.8.0/torch/_dynamo/variables/builder.py#L771
-    by_type = builder.VariableBuilder._type_dispatch()
-    if hasattr(variables, "UserDefinedSetVariable") or frozenset in by_type:
-        return
-    by_id = builder.VariableBuilder._id_dispatch()
-
-    def is_known(item: Any) -> bool:
-        return (
-            (item in _originals and id(item) in by_id)
-            or (isinstance(item, BuiltinMethodType) and item.__module__ == "torch")
-            or item in torch.utils._pytree.BUILTIN_TYPES
-        )
-
-    def build(self: Any, value: frozenset[Any]) -> Any:
-        if value.isdisjoint(_originals) or not all(map(is_known, value)):
-            del by_type[frozenset]
-            try:
-                return self._wrap(value)
-            finally:
-                by_type[frozenset] = build
-        # Not by Dynamo's table of functions, which may have been filled anew without replacements.
-        kind = _kind_of_variable()
-        items = [
-            kind(item) if item in _originals else builder.SourcelessBuilder.create(self.tx, item)
-            for item in value
-        ]
-        self.install_guards(builder.GuardBuilder.ID_MATCH)
-        return builder.FrozensetVariable(items, source=self.source)
-
-    by_type[frozenset] = build
-
-
-def _refuse_frozensets(builder: Any) -> None:
-    """Undo :func:`_accept_frozensets`."""
-    by_type = builder._type_dispatch()
-    if getattr(by_type.get(frozenset), "__module__", None) == __name__:
-        del by_type[frozenset]
 
 
 @functools.cache

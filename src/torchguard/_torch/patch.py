@@ -90,15 +90,11 @@ class _Place:
             empty_sequence_slot(self.owner)
 
     def was_taken_away(self) -> bool:
-        """Whether the original is there in place of the replacement."""
+        """Whether other code has restored PyTorch's own function over the replacement."""
         if self.stands() or self.original is ABSENT:
             return False
         value = self.value()
         return value is ABSENT or is_torchs_own(value)
-
-    def lower_patch_was_undone(self) -> bool:
-        """Whether code that had patched before us has restored the original."""
-        return self.was_taken_away() and self.value() is not self.before
 
 
 _table: dict[str, _Place] = {}
@@ -165,7 +161,6 @@ def _put(path: str, guard: str, make: Make | property) -> bool:
 def _show(place: _Place, replacement: Any) -> None:
     """Put a replacement where it belongs, now or when the originals are no longer needed."""
     place.replacement = replacement
-    place.is_aside = _users_aside > 0
     if not place.is_aside:
         place.set(replacement)
 
@@ -210,8 +205,8 @@ def _build(path: str, place: _Place, layers: Mapping[str, Make | property]) -> A
 def undo(*guards: str, leave_conflicts: bool = False) -> None:
     """Remove the layers of these guards; restore the original if none is left.
 
-    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If code that
-    patched before torchguard has put torch's own function back, that stays.
+    ``leave_conflicts`` leaves a replacement in place below the patch of other code. If other code
+    has restored PyTorch's own function, that stays.
 
     Raises:
         PatchConflictError: other code has patched on top. Nothing is changed then.
@@ -219,9 +214,7 @@ def undo(*guards: str, leave_conflicts: bool = False) -> None:
     with lock:
         paths = [path for path in _table if not set(guards).isdisjoint(_layers(path))]
         conflicts = [
-            path
-            for path in paths
-            if not (_table[path].stands() or _table[path].lower_patch_was_undone())
+            path for path in paths if not (_table[path].stands() or _table[path].was_taken_away())
         ]
         if conflicts and not leave_conflicts:
             raise _conflict(conflicts[0], _table[conflicts[0]])
@@ -248,11 +241,6 @@ def _take(paths: list[str], guards: set[str]) -> None:
 
 
 def _conflict(path: str, place: _Place) -> PatchConflictError:
-    if place.was_taken_away():
-        return PatchConflictError(
-            f"{path} is PyTorch's own function again, after torchguard replaced it; call "
-            "torchguard.install(...) again, which patches it anew, then torchguard.uninstall()"
-        )
     return PatchConflictError(
         f"{path} was patched again after torchguard patched it, with {place.value()!r}; undo that "
         "patch first, then call torchguard again"
@@ -289,48 +277,27 @@ def exists(path: str) -> bool:
 
 # ---- code that needs torch's own functions ----
 
-_users_aside = 0
-
-
-def _set_aside(place: _Place) -> None:
-    """Restore the original for a moment, if a replacement is there."""
-    if not place.is_aside and place.stands():
-        place.set(place.before)
-        place.is_aside = True
-
-
-def _put_all_back() -> None:
-    global _users_aside
-    _users_aside = 0
-    for place in _table.values():
-        if place.is_aside:
-            place.is_aside = False
-            place.set(place.replacement)
-
 
 @contextlib.contextmanager
 def originals_set_aside() -> Iterator[None]:
-    """Restore torch's functions while code runs that knows them by identity.
-
-    The lock is free meanwhile: that code may wait for other threads.
-    """
-    global _users_aside
+    """Restore PyTorch's functions while code runs that knows them by identity."""
     with lock:
-        _users_aside += 1
         for place in _table.values():
-            _set_aside(place)
-    try:
-        yield
-    finally:
-        with lock:
-            _users_aside -= 1
-            if _users_aside <= 0:
-                _put_all_back()
+            if place.value() is place.replacement:
+                place.set(place.before)
+                place.is_aside = True
+        try:
+            yield
+        finally:
+            for place in _table.values():
+                if place.is_aside:
+                    place.is_aside = False
+                    place.set(place.replacement)
 
 
 def is_set_aside() -> bool:
-    """Whether some thread is in :func:`originals_set_aside`."""
-    return _users_aside > 0
+    """Whether this runs inside of :func:`originals_set_aside`."""
+    return any(place.is_aside for place in _table.values())
 
 
 @functools.cache
@@ -338,13 +305,9 @@ def _prepare() -> None:
     """Once, before the first patch: fill torch's tables, and keep the lock whole over a fork."""
     fill_tables()
     if hasattr(os, "register_at_fork"):
-        # A child has no thread that could release the lock for it, or put replacements back.
-        def after_in_child() -> None:
-            _put_all_back()
-            lock.release()
-
+        # A child has no thread that could release the lock for it.
         os.register_at_fork(
-            before=lock.acquire, after_in_parent=lock.release, after_in_child=after_in_child
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
         )
 
 

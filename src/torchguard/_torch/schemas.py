@@ -8,7 +8,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -143,20 +143,6 @@ def remember_original(replacement: FunctionType, original: Any) -> None:
 def original_of(function: Any) -> Any:
     """Return the original of a replacement of ours, and any other function itself."""
     return getattr(function, "_torchguard_original", function)
-
-
-def is_wrapped_builtin(namespace: ModuleType, name: str) -> bool:
-    """Whether other code (a profiler, a mock) has wrapped a builtin with ``out=`` there."""
-    function = vars(namespace)[name]
-    if not callable(function) or isinstance(function, type) or is_torchs_own(function):
-        return False
-    wrapped = inspect.unwrap(function)
-    if not is_torchs_own(wrapped):
-        short = namespace.__name__.rpartition(".")[2]
-        in_c = getattr(torch._C, "_nn" if short == "functional" else f"_{short}", None)
-        wrapped = getattr(in_c, name if short == "functional" else f"{short}_{name}", None)
-        wrapped = wrapped or getattr(torch._C._VariableFunctions, name, None)
-    return isinstance(wrapped, BuiltinFunctionType) and has_python_out(wrapped)
 
 
 def paths_behind_python(*names: str) -> list[str]:

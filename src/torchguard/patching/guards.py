@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import is_
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +18,6 @@ import torch
 from torchguard._torch import (
     DYNAMO,
     has_python_out,
-    is_wrapped_builtin,
     original_of,
     patch,
     paths_behind_python,
@@ -164,81 +160,11 @@ def _out_replacements() -> patch.Replacements:
         for namespace in _OUT_NAMESPACES
         for name, value in sorted(vars(namespace).items())
         if not name.startswith("_")
-        and (
-            has_python_out(function)
-            if isinstance(function := original_of(value), BuiltinFunctionType)
-            else is_wrapped_builtin(namespace, name)
-        )
+        and isinstance(function := original_of(value), BuiltinFunctionType)
+        and has_python_out(function)
     ]
     paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
     return dict.fromkeys(paths, guard_out)
-
-
-def _with_originals(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let FX quantization run with PyTorch's own functions, which it looks for in a graph."""
-
-    def with_originals(*args: Any, **kwargs: Any) -> Any:
-        # Preparing a model imports Dynamo, at which guards are tried: with their replacements.
-        importlib.import_module(DYNAMO)
-        with patch.lock:
-            tables = [
-                list(vars(module).values())
-                for name, module in list(sys.modules.items())
-                if name.startswith(_QUANTIZATION_PACKAGE)
-            ]
-            # The arguments too: the program makes its own tables, a QConfigMapping for example.
-            _hold_originals([tables, args, kwargs], _QUANTIZATION_PACKAGE)
-        with patch.originals_set_aside():
-            return original(*args, **kwargs)
-
-    return with_originals
-
-
-def _hold_originals(tables: Any, package: str) -> None:
-    """Let tables hold originals in place of replacements.
-
-    They may be nested, and lie in instances of the package's classes. All but tuples and frozen
-    sets are changed in place.
-    """
-    known: dict[int, Any] = {}
-
-    def held(value: Any) -> Any:
-        if isinstance(value, FunctionType):
-            is_ours = value.__globals__.get("__name__", "").startswith("torchguard.")
-            return original_of(value) if is_ours else value
-        if isinstance(value, (dict, list, set, tuple, frozenset)):
-            if id(value) not in known:
-                known[id(value)] = value
-                old: list[Any] = list(
-                    chain.from_iterable(value.items()) if isinstance(value, dict) else value
-                )
-                new = list(map(held, old))
-                if not all(map(is_, new, old)):
-                    known[id(value)] = _refilled(value, new)
-            return known[id(value)]
-        if str(type(value).__module__).startswith(package) and not isinstance(
-            value, torch.nn.Module
-        ):
-            held(getattr(value, "__dict__", None))
-        return value
-
-    held(tables)
-
-
-def _refilled(table: Any, new: list[Any]) -> Any:
-    """Fill a table with these items, keys and values of a dictionary in turns."""
-    if isinstance(table, tuple):
-        return table._make(new) if hasattr(table, "_make") else tuple(new)
-    if isinstance(table, frozenset):
-        return frozenset(new)
-    table.clear()
-    if isinstance(table, list):
-        table.extend(new)
-    elif isinstance(table, set):
-        table.update(new)
-    else:
-        table.update(zip(new[::2], new[1::2], strict=True))
-    return table
 
 
 def _out_not_needed() -> str | None:
@@ -249,18 +175,6 @@ def _out_not_needed() -> str | None:
         if tuple(out.shape) != (0,):
             return None
     return "an out= call that fails leaves its output as it was on this torch"
-
-
-# It fills some of its tables when it is imported, and others when it runs:
-# https://github.com/pytorch/pytorch/blob/main/torch/ao/quantization/fx/_lower_to_native_backend.py
-_QUANTIZATION_PACKAGE = "torch.ao.quantization"
-_QUANTIZATION = f"{_QUANTIZATION_PACKAGE}.quantize_fx"
-_BY_IDENTITY: Mapping[str, patch.Replacements] = {
-    _QUANTIZATION: {
-        f"{_QUANTIZATION}.{name}": _with_originals
-        for name in ("_prepare_fx", "_convert_fx", "_fuse_fx")
-    }
-}
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -332,11 +246,11 @@ def _load_not_needed() -> str | None:
     return "a load_state_dict that fails leaves the module as it was on this torch"
 
 
-def _of_room(name: str, room: Any, **more: Any) -> Guard:
+def _of_room(name: str, room: Any) -> Guard:
     """Make the row of a guard that a module describes."""
     names = {"switch": "SWITCH", "in_modules": "IN_MODULES", "changed": "changed", "ended": "ended"}
     given = {key: getattr(room, name) for key, name in names.items() if hasattr(room, name)}
-    return Guard(name, room.replacements, room.not_needed, **{**given, **more})
+    return Guard(name, room.replacements, room.not_needed, **given)
 
 
 def _nothing() -> patch.Replacements:
@@ -348,11 +262,9 @@ GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
         Guard("resize", lambda: _RESIZE, _resize_not_needed, switch=resize.SWITCH),
-        Guard(
-            "out", _out_replacements, _out_not_needed, in_modules=_BY_IDENTITY, switch=out.SWITCH
-        ),
-        _of_room("overlap", overlap, in_modules=_BY_IDENTITY),
-        _of_room("checks", checks, in_modules={**_BY_IDENTITY, **checks.IN_MODULES}),
+        Guard("out", _out_replacements, _out_not_needed, switch=out.SWITCH),
+        _of_room("overlap", overlap),
+        _of_room("checks", checks),
         # Every torch so far needs it, and where Dynamo's note is right it changes nothing.
         Guard(
             "setitem", _nothing, in_modules={DYNAMO: setitem_replacements()}, switch=SETITEM_SWITCH
@@ -372,6 +284,3 @@ GUARDS: dict[str, Guard] = {
     )
 }
 """Every guard that ``install()`` knows, by name."""
-
-NEWEST_TESTED_TORCH = (2, 15)
-"""The newest of ``TORCH_VERSIONS`` in noxfile.py; of a later one ``install()`` warns."""

@@ -282,3 +282,23 @@ def test_nothing_is_kept_alive() -> None:
     before = weakref.WeakSet(checks())
     torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
     assert [check for check in checks() if check not in before] == []
+
+
+@pytest.mark.parametrize("compile_", [torch.compile, verified])
+def test_the_guards_of_dynamo_are_not_kept(compile_: Any) -> None:
+    """PyTorch 2.6 waits for itself in ``torch._dynamo.reset()`` if compiled code holds them."""
+    kept: list[weakref.ref[Any]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        kept.append(weakref.ref(torch._guards.TracingContext.get().guards_context))
+        return graph
+
+    def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.add_(1) + y  # a graph that writes stays under check
+
+    compiled = compile_(writes, backend=note)
+    for size in (3, 2, 5):
+        compiled(torch.ones(size), torch.ones(size))
+    gc.collect()
+    assert len(kept) == 2
+    assert [ref() for ref in kept] == [None, None]

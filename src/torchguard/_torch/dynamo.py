@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -347,8 +348,17 @@ _ORIGINAL = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # since
 
 
 def tracing_context() -> Any:
-    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors."""
-    return torch._guards.TracingContext.try_get()
+    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors.
+
+    To be kept: it has none of Dynamo's guards. If those lived as long as the compiled code, 2.6
+    would wait for itself in ``torch._dynamo.reset()``, because it frees their tracebacks under a
+    lock that freeing takes:
+    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/csrc/profiler/python/combined_traceback.cpp
+    """
+    kept = copy.copy(torch._guards.TracingContext.try_get())
+    if kept is not None:
+        kept.guards_context = torch._guards.GuardsContext()
+    return kept
 
 
 def symbols_of(context: Any, value: object) -> Any:

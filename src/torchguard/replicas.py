@@ -26,6 +26,9 @@ from torchguard.training_setup import warn_of_parameters
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FIRST = 100  # calls, each of which compares
+# Layers of Megatron-LM and DeepSpeed say by it that a parameter is sharded.
+# https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/tensor_parallel/layers.py
+_OF_MEGATRON = "tensor_model_parallel"
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -47,7 +50,8 @@ def replicas_agree(
     of two integers for each group that replicates; details travel only where they differ.
 
     Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
-    are each rank's own), what is sharded, tensors that are sparse or quantized, and state of an
+    are each rank's own), what is sharded (a DTensor, or a parameter that Megatron-LM has marked
+    with ``tensor_model_parallel``), tensors that are sparse or quantized, and state of an
     optimizer under keys that are no parameters. A DTensor is compared along the dimensions of
     its mesh that replicate it, and so are HSDP and tensor parallelism.
 
@@ -229,7 +233,8 @@ class Replicas:
             if name in each.parameters_to_ignore
         }
         for name, parameter in _unwrapped(self._model).named_parameters():
-            if parameter.requires_grad and id(parameter) not in ignored and self._compares(name):
+            left_out = id(parameter) in ignored or getattr(parameter, _OF_MEGATRON, False)
+            if parameter.requires_grad and not left_out and self._compares(name):
                 yield name, parameter
 
     def _compares(self, name: str) -> bool:

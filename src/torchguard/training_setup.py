@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from torchguard._events import record, warn_user
 from torchguard._torch.eager import call_unseen, call_with_grad, has_own_dispatch
@@ -31,18 +30,29 @@ def warn_of_setup(function: str, text: str) -> None:
 def warn_of_parameters(
     function: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Warn if a model has trainable parameters that no optimizer has.
+    """Warn if a model has trainable parameters that no optimizer has, or trains its norms alone.
 
     A model of which no optimizer has any is the business of other code, such as the other half of a
     GAN, unless that is so of every model. Parameters that are in no model may be right (a
     temperature of the loss): they are named only if parameters of the model are missing, for then
     they may be those of a part that was replaced, or of the model before ``fully_shard``.
     """
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    given = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    held = set(map(id, given))
     owned = [list(model.parameters()) for model in models]
     known = {id(p) for parameters in owned for p in parameters}
     trained = [each for each in owned if any(id(p) in held for p in each)] or owned
     missing = [p for each in trained for p in each if p.requires_grad and id(p) not in held]
+    layers = [module for model in models for module in model.modules()]
+    norms = [each for each in layers if re.search(r"Norm(\dd)?$", type(each).__name__)]
+    of_norms = {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+    used = {id(p) for p in given if p.requires_grad}
+    if used and used <= of_norms < known and not missing:
+        warn_of_setup(
+            function,
+            f"only norms are trained{frozen(models)}. If you chose them by their names, look at "
+            "model.named_parameters()",
+        )
     if not missing or not held:
         return
     text = f"no optimizer has {_named(models, missing)}"
@@ -112,15 +122,36 @@ class FirstSteps:
         self._watched: Any = None
         """The node and the hook that note it: autograd makes a new node if nothing holds one."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A node can't be copied; the copy of a training begins anew.
-        return type(self)(*copy.deepcopy((self._models, self._optimizer), memo))
-
     def before_step(self) -> None:
-        """Keep a sample of each parameter."""
-        if self._steps == 0:
+        """Keep a sample of each parameter; warn if ``train()`` would freeze some of them."""
+        if self._steps == 0 and not self._before:
+            unfrozen: list[Tensor] = []
             with contextlib.suppress(Exception):  # a check must not end a training
                 self._before = call_unseen(self._samples)
+                unfrozen = self._frozen_by_train()
+            if unfrozen:
+                warn_of_setup(
+                    "transaction",
+                    f"model.train() freezes {_named(self._models, unfrozen)}, and was not called "
+                    "before the first step",
+                )
+
+    def _frozen_by_train(self) -> list[Tensor]:
+        """Return the parameters that a ``train()`` of the program's own freezes if it is called."""
+        modules = [each for model in self._models for each in model.modules()]
+        own = [m for m in modules if m.training and type(m).train is not nn.Module.train]
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        trained = [p for p in held if p.requires_grad] if own else []
+        training = [each.training for each in modules]
+        try:
+            for each in own:
+                each.train()
+            return [p for p in trained if not p.requires_grad]
+        finally:
+            for module, flag in zip(modules, training, strict=True):
+                module.training = flag
+            for parameter in trained:
+                parameter.requires_grad_()
 
     def _samples(self) -> list[tuple[Tensor, Any, Tensor]]:
         groups = self._optimizer.param_groups

@@ -167,6 +167,7 @@ def transaction(
         "a tensor, a module, a torch.Generator or an object with state_dict() and "
         "load_state_dict(), or a list of them",
     )
+    modules = [each for each in also if isinstance(each, nn.Module)]
     warn_of_parameters("transaction", models, optimizers)
     others = (*scalers, *schedulers)
     return Transaction(
@@ -178,6 +179,7 @@ def transaction(
             gate=NonfiniteGate() if skip_nonfinite else None,
             ranks=None if group is None else Ranks(models, group),
             first_steps={each: FirstSteps(models, each) for each in optimizers},
+            sharded=next(filter(None, map(_sharded, modules)), None),
         )
     )
 
@@ -216,17 +218,24 @@ def _innermost(optimizer: Any) -> Optimizer:
     return _innermost(inner)
 
 
-def _refuse_model(model: nn.Module) -> None:
+def _sharded(model: nn.Module) -> str | None:
+    """Return why the steps of a model that FSDP has sharded can't be rolled back."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = tuple(getattr(fsdp, each, ()) for each in ("FullyShardedDataParallel", "FSDPModule"))
     for name, module in model.named_modules():
         if isinstance(module, kinds):
-            raise TypeError(
+            return (
                 f"transaction: {name or 'model'} is sharded by FSDP. When a rank fails, its peers "
                 "wait inside a collective that Python can't revoke, so no rank can be rolled back. "
                 "Save with checkpoint_folder(group=) every so many steps, compare copies with "
                 "replicas_agree, and load_sharded after a restart"
             )
+    return None
+
+
+def _refuse_model(model: nn.Module) -> None:
+    if reason := _sharded(model):
+        raise TypeError(reason)
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(

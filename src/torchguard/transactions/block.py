@@ -64,6 +64,8 @@ class Guarded:
     """Those of the first block since the last step, for ``skip_nonfinite``."""
     loss_is_known: bool = False
     """Whether ``run`` knows that the loss function does not call ``backward()``."""
+    sharded: str | None = None
+    """Why no block can be opened, if ``also`` has a model of FSDP: only its state is saved."""
     schedules: SchedulerSteps = field(default_factory=SchedulerSteps)
     """Where ``run`` has left the schedulers."""
 
@@ -76,7 +78,8 @@ class Block:
         self.modes = ThreadModes.capture()
         parameters = guarded.undo == "copy" or (_compiled and guarded.undo == "auto")
         self.snapshot = guarded.training.capture(parameters=parameters)
-        self._scale = self._scale_at_step = self._scale_now()
+        self._scale = self._scale_now()
+        self._scaler_at_step = Elements([])
         self._epochs = [getattr(each, "last_epoch", None) for each in guarded.schedulers]
         self._stepped: list[OptimizerStep] = []
         self._pending: OptimizerStep | None = None
@@ -144,7 +147,9 @@ class Block:
             guarded.gate.restore_gradients()
         self._pending = None
         self._stepped.append(pending)
-        self._scale_at_step = self._scale_now()
+        if guarded.scaler is not None:
+            values = vars(guarded.scaler).values()
+            self._scaler_at_step = Elements(each for each in values if isinstance(each, Tensor))
         # Autocast keeps its cast of a weight by the weight, whatever its version.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         torch.clear_autocast_cache()
@@ -253,7 +258,8 @@ class Block:
         notes.append("its gradients are dropped")
         states = per_optimizer_states(guarded.scaler)
         if states:
-            notes.append(_update(guarded.scaler, states, scale_before=self._scale_at_step))
+            self._scaler_at_step.restore()  # update() may have raised in its middle
+            notes.append(_update(guarded.scaler, states))
         notes += [
             f"{type(scheduler).__name__} has not stepped, call its step()"
             for scheduler, epoch in zip(guarded.schedulers, self._epochs, strict=True)
@@ -280,11 +286,8 @@ class Block:
             signals.restore_handlers()
 
 
-def _update(scaler: Any, states: dict[int, Any], scale_before: int) -> str:
-    """Do what ``scaler.update()`` has not done, so that the next step finds the scaler ready."""
-    if scale_version(scaler) != scale_before:  # it raised after it had changed the scale
-        states.clear()
-        return "the scaler is updated"
+def _update(scaler: Any, states: dict[int, Any]) -> str:
+    """Call ``scaler.update()``, so that the next step finds the scaler ready."""
     try:
         scaler.update()
     except Exception as error:  # noqa: BLE001  the exception on its way is the one to see

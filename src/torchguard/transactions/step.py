@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -225,22 +224,11 @@ class Transaction:
             "function, or step.run(loss_of, batch)"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy it along with its models and optimizers, and never alone."""
-        training = self._guarded.training
-        if not all(id(each) in memo for each in (*training.modules, *training.optimizers)):
-            raise TypeError(
-                "transaction: a deep copy without its model and optimizer would not guard those "
-                "that you train: copy what holds all three, the transaction last, or make a new "
-                "transaction for the copied model"
-            )
-        if self._blocks:
-            raise RuntimeError("transaction: copied inside its block: leave the block first")
-        new = copy.copy(self)
-        memo[id(self)] = new
-        vars(new).update(copy.deepcopy(vars(self), memo))
-        watch(new._guarded)
-        return new
+    def __deepcopy__(self, _: object) -> Self:
+        """Refuse: the copy would guard copies of models and optimizers, and not those you train."""
+        raise TypeError(
+            "transaction: can't be copied; make a new one for the copied model and its optimizer"
+        )
 
     # The with statement.
 
@@ -248,6 +236,8 @@ class Transaction:
         began = time.perf_counter()
         if self._blocks:
             raise RuntimeError("transaction: this one is open already: leave its block first")
+        if self._guarded.sharded is not None:
+            raise TypeError(self._guarded.sharded)
         self.committed = False
         block = Block(self._guarded)
         try:

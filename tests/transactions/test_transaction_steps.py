@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchguard
+from support.small_training import FailAt, InjectedError
 from support.training import KINDS, Failure, begin, fail
 
 # ---- after the commit ----
@@ -32,6 +34,20 @@ def test_an_exception_after_the_step_leaves_a_step_that_counts() -> None:
     training.optimizer.zero_grad()
     with training.step:
         training.whole_step()
+
+
+def test_a_scaler_that_fails_in_the_middle_of_its_update_is_updated_once() -> None:
+    """Its scale is written, and the version counter of the scale has not moved."""
+    trainings = begin(), begin()
+    for training, fault in zip(trainings, (FailAt(), FailAt(0, after=True)), strict=True):
+        with contextlib.suppress(InjectedError), training.step:
+            training.forward_backward()
+            training.scaler.step(training.optimizer)
+            with fault:
+                training.scaler.update()
+        assert (fault.seen, training.step.committed) == (1, True)
+    expected, found = (each.scaler.state_dict() for each in trainings)
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

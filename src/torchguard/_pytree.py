@@ -205,7 +205,9 @@ def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Ten
     return [each for each in reachable(function, arguments) if isinstance(each, torch.Tensor)]
 
 
-_ATOMS = {int, float, bool, str, bytes, type(None), complex}
+ATOMS = {int, float, bool, str, bytes, type(None), complex}
+"""The classes of which nothing can be changed, and in which nothing else is."""
+
 _MOST = 1000
 """A container of more items is taken for data, and not looked into."""
 
@@ -221,7 +223,7 @@ def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
     waiting = deque((each, True) for each in (function, *arguments))
     while waiting:
         node, opens = waiting.popleft()
-        if type(node) in _ATOMS or id(node) in found:
+        if type(node) in ATOMS or id(node) in found:
             continue
         found[id(node)] = node
         if isinstance(node, (torch.Tensor, torch.nn.Module, type, ModuleType)):

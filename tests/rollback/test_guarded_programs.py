@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from contextlib import nullcontext
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.scopes import GUARDED_ONLY, each_scope
-from torchguard import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,86 +102,3 @@ def test_optimizers_end_bit_for_bit_where_they_end_outside(name: str) -> None:
                 optimizer.step(closure)
         found.append([parameter.tolist() for parameter in model.parameters()])
     assert found[1] == found[2] == found[0]
-
-
-def test_copies_and_pickles_are_made_inside_as_outside() -> None:
-    module = nn.Linear(2, 2)
-    with guarded():
-        twin = copy.deepcopy(module)
-        file = io.BytesIO()
-        torch.save(module.state_dict(), file)
-        file.seek(0)
-        twin.load_state_dict(torch.load(file))
-    assert torch.equal(twin.weight, module.weight)
-
-
-def _writes(x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
-    y.add_(1)
-    y[0] = 5
-    torch.relu_(y)
-    torch.mul(y, 2, out=y)
-    torch._foreach_add_([y], 1)
-    y += 1
-    return y
-
-
-class _Writes(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _writes(x)
-
-
-def _scripted(x: torch.Tensor) -> torch.Tensor:
-    y = torch.add(x, 1)
-    y.mul_(2)
-    return torch.relu_(y)
-
-
-def _made_fx(mode: Any) -> list[Any]:
-    graph = make_fx(_writes, tracing_mode=mode)(torch.ones(3))
-    assert graph(torch.ones(3)).tolist() == _writes(torch.ones(3)).tolist()
-    return [str(node.target) for node in graph.graph.nodes]
-
-
-def _exported(strict: bool) -> list[Any]:
-    torch._dynamo.reset()
-    program = torch.export.export(_Writes(), (torch.ones(3),), strict=strict)
-    return [str(node.target) for node in program.graph.nodes]
-
-
-def _symbolically_traced() -> list[Any]:
-    return [(node.op, node.target) for node in torch.fx.symbolic_trace(_scripted).graph.nodes]
-
-
-def _torchscript() -> list[Any]:
-    # TorchScript keeps what it has compiled with the function.
-    code = _scripted.__code__
-    scripted: Any = torch.jit.script(FunctionType(code, globals(), code.co_name))
-    assert scripted(torch.ones(2)).tolist() == [4, 4]
-    return [scripted.code]
-
-
-def _jit_traced() -> list[Any]:
-    # The names of its variables are those of whatever Python frame made them.
-    return [node.kind() for node in torch.jit.trace(_writes, (torch.ones(3),)).graph.nodes()]
-
-
-RECORDERS: dict[str, Callable[[], list[Any]]] = {
-    "make_fx real": lambda: _made_fx("real"),
-    "make_fx fake": lambda: _made_fx("fake"),
-    "make_fx symbolic": lambda: _made_fx("symbolic"),
-    "export": lambda: _exported(strict=False),
-    "export strict": lambda: _exported(strict=True),
-    "symbolic_trace": _symbolically_traced,
-    "jit.script": _torchscript,
-    "jit.trace": _jit_traced,
-}
-
-
-@pytest.mark.parametrize("recorder", RECORDERS)
-def test_nothing_of_a_scope_is_in_a_program_that_is_recorded_inside_it(recorder: str) -> None:
-    programs = []
-    for scope in SCOPES:
-        with scope():
-            programs.append(RECORDERS[recorder]())
-    assert programs[1] == programs[2] == programs[0]

@@ -150,23 +150,3 @@ def test_the_version_comes_back_with_the_data_of_every_layout(kind: str) -> None
         tensor.zero_()
         raise ZeroDivisionError
     assert tensor._version == version
-
-
-def _float_zero_points() -> torch.Tensor:
-    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])
-    return torch.quantize_per_channel(plain(), scales, zeros, 0, torch.quint8)
-
-
-def test_a_tensor_that_torch_cant_clone_keeps_its_operations_and_its_data() -> None:
-    with pytest.raises(RuntimeError, match="clone"):
-        _float_zero_points().clone()
-    for name in ("detach_", "squeeze_", "share_memory_", "requires_grad_"):
-        with guarded():
-            arguments = (False,) if name == "requires_grad_" else ()
-            assert outcome_of(lambda: getattr(_float_zero_points(), name)(*arguments)).error is None  # noqa: B023
-    tensor = _float_zero_points()
-    before = bytes(tensor.untyped_storage().tolist())
-    with pytest.raises(ZeroDivisionError), rollback_on_error(tensor, data=True):
-        tensor.untyped_storage().copy_(torch.full((6,), 7, dtype=torch.uint8).untyped_storage())
-        raise ZeroDivisionError
-    assert bytes(tensor.untyped_storage().tolist()) == before

@@ -43,16 +43,6 @@ def called_by(function: Any) -> Any:
     return function
 
 
-def segment_of(function: Any) -> list[Any] | None:
-    """Return the functions that a segment of ``checkpoint_sequential`` runs; else None."""
-    name = "checkpoint_sequential.<locals>.run_function.<locals>.forward"
-    if getattr(function, "__qualname__", None) != name:
-        return None
-    values = (cell.cell_contents for cell in function.__closure__)
-    cells = dict(zip(function.__code__.co_freevars, values, strict=True))
-    return list(cells["functions"])[cells["start"] : cells["end"] + 1]
-
-
 def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
     """Switch the early stop off for the block whose generator is suspended in its first run."""
     frame = getattr(generator, "gi_frame", None)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchguard._events import record
+from torchguard._pytree import flatten, unflatten
 from torchguard._torch import computing_unseen, original_of, patch, without_torch_function
 from torchguard.errors import NonResizableStorageError
 from torchguard.state.process import roll_back
@@ -40,11 +41,7 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, out=out, **kwargs)
         except BaseException as error:
-            try:
-                roll_back(_undo, saved, error)
-            except BaseException:  # a signal came during the call
-                roll_back(_undo, saved, error)
-                raise
+            roll_back(_undo, saved, error)
             name = getattr(original, "__name__", "an operator")  # what other code put here has none
             record("rolled_back", "out", f"{name}(out=) failed")
             raise
@@ -137,13 +134,13 @@ def _sizes_of_results(
         return sizes_after("cpu", args, kwargs)
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(tree: Any) -> Any:
     """Return the arguments of a call with tensors that have no elements in place of its own."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {key: _on_meta(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = map(_on_meta, value)
-        return list(items) if isinstance(value, list) else tuple(items)
-    return value
+    leaves, _ = flatten(tree)
+    return unflatten(
+        [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
+    )
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -9,11 +9,12 @@ run has written.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
 from itertools import chain
 from operator import is_
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._pytree import names_in, reachable, with_children
+from torchguard._pytree import names_in, reachable
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
@@ -43,16 +44,10 @@ from torchguard._torch.checkpointing import (
     generator_of_caller,
     given_to,
     run_to_the_end,
-    segment_of,
 )
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
-from torchguard.state.containers import (
-    generators_in,
-    may_hold_objects,
-    restore_container,
-    same_objects,
-)
-from torchguard.state.process import RNGState, named_generators
+from torchguard.state.containers import restore_container, same_objects
+from torchguard.state.process import RNGState, generators_among, named_generators
 from torchguard.state.training import hooks_of
 
 _Entries = dict[Any, Any]
@@ -69,7 +64,7 @@ class Block:
         # Positional tensors are inputs: torch saves them, and looks at their versions itself.
         # Those given by name are in a dict here.
         given = [each for each in given if not isinstance(each, Tensor)]
-        self._reached = reachable(segment_of(function) or function, given)
+        self._reached = reachable(function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
         self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
         open_modules = [each for each in self._modules if not _is_closed(each)]
@@ -77,30 +72,26 @@ class Block:
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
         self._code_copies = list(map(dict.copy, self._code))
         self._owners = [(each, type(each)) for each in open_modules]
-        # Each dict of a module, what it holds now, and which of that are no numbers or containers.
+        # Each dict of a module, its entries now, and those that are not numbers or containers.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
-        opened: list[Any] = []
-        members = set(map(id, chain.from_iterable(map(members_of, open_modules))))
-        self._before = [(d, d.copy(), _rare_values(d, opened, members)) for d in dicts]
+        self._before = [
+            (d, d.copy(), [v for v in d.values() if type(v) not in _USUAL]) for d in dicts
+        ]
         rare = [value for *_, values in self._before for value in values]
         copied = {
-            id(tensor): tensor
+            id(value): value
             for value in rare
-            for tensor in _tensors_of(value)
-            if not tensor.requires_grad and _is_state(tensor)
+            if isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
         }
-        self._copies = dict(zip(copied, _copies_of(copied.values()), strict=True))
-        self._tuples = [
-            value
-            for value in rare
-            if isinstance(value, tuple) and any(id(t) in copied for t in _tensors_of(value))
-        ]
+        self._are_views = any(base_of(each) is not None for each in copied.values())
+        copies = _copies_of(copied.values(), are_views=self._are_views)
+        self._copies = dict(zip(copied, copies, strict=True))
         self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             _, *others = named_generators().values()
-            generators = [*others, *generators_in((*self._objects, *opened))]
+            generators = [*others, *generators_among(self._objects)]
         self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,10 +136,8 @@ class Block:
             held = [(entries, entries.copy()) for entries, *_ in self._before]
             random = RNGState.capture(self._random.generators)
             # Copies of the copies, which a second backward begins from again.
-            again: dict[int, Any] = dict(
-                zip(self._copies, _copies_of(self._copies.values()), strict=True)
-            )
-            again |= {id(each): _with_copies(each, again) for each in self._tuples}
+            copies = _copies_of(self._copies.values(), are_views=self._are_views)
+            again: dict[int, Any] = dict(zip(self._copies, copies, strict=True))
             try:
                 if may_differ:
                     _restore_all(self._code, self._code_copies)
@@ -261,38 +250,6 @@ _FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
 
 
-def _rare_values(entries: _Entries, opened: list[Any], members: set[int]) -> list[Any]:
-    """Return the values that are no number, string, container or parameter, or hold a tensor.
-
-    Containers that may hold a generator are added to ``opened``, except those of ``members``.
-    """
-    rare = []
-    for value in entries.values():
-        kind = type(value)
-        if kind in _CONTAINERS:
-            if value and id(value) not in members and may_hold_objects(value):
-                opened.append(value)
-                if kind is tuple and _tensors_of(value):
-                    rare.append(value)
-        elif kind not in _USUAL:
-            rare.append(value)
-    return rare
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in an attribute that is a tensor or a tuple."""
-    if isinstance(value, tuple):
-        return [tensor for each in value for tensor in _tensors_of(each)]
-    return [value] if isinstance(value, Tensor) else []
-
-
-def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a tuple whose tensors are replaced by their copies."""
-    if isinstance(value, tuple):
-        return with_children(value, {i: _with_copies(v, copies) for i, v in enumerate(value)})
-    return copies.get(id(value), value)
-
-
 def _is_state(value: Any) -> bool:
     """Whether a block that writes an attribute like this is run again with the value before."""
     # torch.func.functional_call puts tensors in the place of parameters.
@@ -315,30 +272,20 @@ def _is_of_parameter(value: Any) -> bool:
     )
 
 
-def _copies_of(tensors: Collection[Tensor]) -> list[Tensor]:
+def _copies_of(tensors: Collection[Tensor], *, are_views: bool) -> list[Tensor]:
     # Selective checkpointing has a mode that knows no operators but the block's. What runs
     # operators of its own (a fake tensor, a DTensor) can't do without.
-    call = functools.partial(call_with_grad, False)
-    return (call if any(map(has_own_dispatch, tensors)) else call_unseen)(_clones, tensors)  # type: ignore[no-any-return]
+    if any(map(has_own_dispatch, tensors)):
+        return call_with_grad(False, _clones, tensors, are_views)  # type: ignore[no-any-return]
+    return call_unseen(_clones, tensors, are_views)  # type: ignore[no-any-return]
 
 
-def _clones(tensors: Collection[Tensor]) -> list[Tensor]:
-    """Copy tensors; those that are views of one tensor stay so."""
-    bases = [each if (base := base_of(each)) is None else base for each in tensors]
-    count = Counter(map(id, bases))
-    if len(count) == len(bases):
+def _clones(tensors: Collection[Tensor], are_views: bool) -> list[Tensor]:
+    """Copy tensors; views of one tensor share their memory afterwards too."""
+    if not are_views:
         return [tensor.clone() for tensor in tensors]
-    copies = {id(base): base.clone() for base in bases if count[id(base)] > 1}
-    pairs = zip(tensors, bases, strict=True)
-    return [_clone(each, base, copies.get(id(base))) for each, base in pairs]
-
-
-def _clone(tensor: Tensor, base: Tensor, copy: Tensor | None) -> Tensor:
-    is_plain = tensor.dtype is base.dtype and not (tensor.is_conj() or tensor.is_neg())
-    if copy is None or copy.stride() != base.stride() or not is_plain:
-        return tensor.clone()
-    start = tensor.storage_offset() - base.storage_offset()
-    return copy.as_strided(tensor.shape, tensor.stride(), start)
+    memo: dict[int, Any] = {}
+    return [copy.deepcopy(tensor.detach(), memo) for tensor in tensors]
 
 
 def _restore_all(dicts: list[_Entries], before: list[_Entries]) -> None:
@@ -494,11 +441,11 @@ def safe_checkpoint(
     Python, numpy or a generator of its own, has wrong gradients.
 
     The second run begins with the hooks and children of the modules, with copies of the buffers,
-    with the attributes that are numbers, strings, functions, tensors, tuples of these or None, and
-    with the states of the generators; afterwards all of it is restored. Hooks that are on during
-    the forward only (adapters, steering) are on in the second run. Generators are found in
-    attributes and in lists, dicts and tuples. Parameters and inputs are not copied. A list, a file
-    or a tensor in a closure that a block writes is written twice.
+    with the attributes that are numbers, strings, functions, tensors, tuples or None, and with the
+    states of the generators in attributes; afterwards all of it is restored. Hooks that are on
+    during the forward only (adapters, steering) are on in the second run. Parameters and inputs are
+    not copied. A list, a file, and a tensor in a tuple or in a closure that a block writes are
+    written twice.
 
     Args:
         function: the block: a module, a method, a function.

@@ -50,7 +50,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 
     # Named parameters instead of *size, and a comparison instead of a snapshot:
     # together they halve what a call pays that does not grow.
-    def resize_(  # noqa: C901  in one frame
+    def resize_(
         self: torch.Tensor,
         size: Any = _ABSENT,
         second: Any = _ABSENT,
@@ -99,11 +99,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
             if saved is not None:
-                try:
-                    _fail(saved, operation, once=helper)
-                except BaseException:  # a signal came during the call
-                    _fail(saved, operation, once=helper)
-                    raise
+                _fail(saved, operation, once=helper)
             raise
 
     return resize_
@@ -111,66 +107,44 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 
 def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
-
-    def resize_as_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = _begin_resize_as_(args, kwargs) if SWITCH.on else None
-        try:
-            if has_torch_function(args):
-                return handle_torch_function(original, overriding(args), *args, **kwargs)  # type: ignore[no-any-return]
-            return original(*args, **kwargs)  # type: ignore[no-any-return]
-        except BaseException:
-            if saved is not None:
-                try:
-                    _fail(saved, "resize_as_")
-                except BaseException:  # a signal came during the call
-                    _fail(saved, "resize_as_")
-                    raise
-            raise
-
-    return resize_as_
+    return _guarded(original, _begin_resize_as_, "resize_as_")
 
 
 def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage is restored too."""
-
-    def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
-        saved = _begin_set_(args, kwargs) if SWITCH.on else None
-        try:
-            # Not shown to subclasses and modes: torch does not show them set_ either.
-            return original(*args, **kwargs)  # type: ignore[no-any-return]
-        except BaseException:
-            if saved is not None:
-                try:
-                    _fail(saved, "set_")
-                except BaseException:  # a signal came during the call
-                    _fail(saved, "set_")
-                    raise
-            raise
-
-    return set_
+    return _guarded(original, _begin_set_, "set_", is_shown=False)
 
 
 def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make another function that changes the shape of its first argument exception-safe."""
+    return _guarded(original, _begin_other, getattr(original, "__name__", "an operator"))
 
-    def changes_metadata(*args: Any, **kwargs: Any) -> Any:
-        written = args[0] if args else kwargs.get("input")
-        saved = capture(written) if SWITCH.on and isinstance(written, torch.Tensor) else None
+
+def _guarded(
+    original: Callable[..., Any],
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], Snapshot | None],
+    operation: str,
+    *,
+    is_shown: bool = True,
+) -> Callable[..., Any]:
+    """Restore what ``begin`` read if ``original`` raises.
+
+    Not all calls are shown to subclasses and modes: torch does not show them ``set_`` either.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        saved = begin(args, kwargs) if SWITCH.on else None
         try:
-            if has_torch_function((*args, *kwargs.values())):
-                seen_by = overriding((*args, *kwargs.values()))
-                return handle_torch_function(original, seen_by, *args, **kwargs)
+            values = (*args, *kwargs.values()) if kwargs else args
+            if is_shown and has_torch_function(values):
+                return handle_torch_function(original, overriding(values), *args, **kwargs)
             return original(*args, **kwargs)
         except BaseException:
             if saved is not None:
-                try:
-                    _fail(saved, getattr(original, "__name__", "an operator"))
-                except BaseException:  # a signal came during the call
-                    _fail(saved, getattr(original, "__name__", "an operator"))
-                    raise
+                _fail(saved, operation)
             raise
 
-    return changes_metadata
+    return guarded
 
 
 def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
@@ -270,11 +244,7 @@ def safe_resize_as_(
     try:
         return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
     except BaseException:
-        try:
-            _fail(saved, "safe_resize_as_", once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, "safe_resize_as_", once=True)
-            raise
+        _fail(saved, "safe_resize_as_", once=True)
         raise
 
 
@@ -327,11 +297,7 @@ def safe_set_(
     try:
         return tensor.set_(**arguments)  # type: ignore[return-value]
     except BaseException:
-        try:
-            _fail(saved, "safe_set_", once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, "safe_set_", once=True)
-            raise
+        _fail(saved, "safe_set_", once=True)
         raise
 
 
@@ -376,6 +342,11 @@ def _begin_set_(
             needed = bytes_needed(sizes, strides, offset[0], _itemsize(tensor))
             _refuse_to_grow_shared(operation, saved.size, storage, needed)
     return saved
+
+
+def _begin_other(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+    tensor = args[0] if args else kwargs.get("input")
+    return capture(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def _begin(tensor: torch.Tensor, operation: str, sizes: tuple[Any, ...]) -> Snapshot:

@@ -8,8 +8,6 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L774
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -164,21 +162,21 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     """Let tensors of the state, which was loaded, have the dtype in which they were saved."""
     indices = [index for group in state["param_groups"] for index in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    steps: dict[Any, bool] = {}
+    # Adam does not multiply float32 moments with bfloat16 gradients. Whether an optimizer of
+    # another library does, was known when it was saved.
+    is_sgd = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
+    can_step, was_cast = is_sgd or not is_of_torch(optimizer), False
     for index, parameter in zip(indices, parameters, strict=True):
         saved, loaded = state["state"].get(index), optimizer.state.get(parameter)
         if not isinstance(saved, Mapping) or not isinstance(loaded, dict):
             continue
         # PyTorch's rule for step counters is its own: float32 on the device if they are fused.
         kept = {k: _as_saved(saved[k], v) for k, v in loaded.items() if k in saved and k != "step"}
-        dtypes = (parameter.dtype, *((k, v.dtype) for k, v in kept.items() if _is_tensor(v)))
-        if all(kept[key] is loaded[key] for key in kept):
-            continue
-        if dtypes not in steps:
-            steps[dtypes] = _can_step(optimizer, parameter, {**loaded, **kept})
-        if steps[dtypes]:
+        if can_step:
             loaded.update(kept)
-    if not all(steps.values()):
+        elif any(kept[key] is not loaded[key] for key in kept):
+            was_cast = True
+    if was_cast:
         warn_user(
             f"load_state_dict: {type(optimizer).__name__} of PyTorch can't step with the dtype in "
             "which its state was saved, so the state was cast to the dtype of the parameters: "
@@ -202,33 +200,3 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
         same = all(one is other for one, other in zip(items, loaded, strict=True))
         return loaded if same else type(loaded)(items)
     return loaded
-
-
-def _can_step(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: dict[str, Any]
-) -> bool:
-    """Whether PyTorch's optimizer computes with these dtypes, tried on one number.
-
-    Its Adam does not multiply float32 moments with bfloat16 gradients, its SGD does. Whether an
-    optimizer of another library does, was known when it was saved.
-    """
-    kind: Any = type(optimizer)
-    if not is_of_torch(optimizer):
-        return True
-
-    def one(value: Any) -> Any:
-        like = _is_tensor(value) and value.shape == parameter.shape
-        # A copy of the rest, for the step counts in place.
-        return torch.zeros_like(value.flatten()[:1]) if like else copy.deepcopy(value)
-
-    number = torch.nn.Parameter(torch.zeros(1, dtype=parameter.dtype, device=parameter.device))
-    number.grad = torch.zeros_like(number)
-    names = inspect.signature(kind).parameters
-    try:
-        trial = kind([number], **{k: v for k, v in optimizer.defaults.items() if k in names})
-        trial.state[number] = {key: one(value) for key, value in entry.items()}
-        with torch.no_grad():
-            inspect.unwrap(kind.step)(trial)  # without the hooks of the program
-    except Exception:  # noqa: BLE001  it refuses, in whatever words
-        return False
-    return True

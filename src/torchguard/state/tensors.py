@@ -119,9 +119,7 @@ class Snapshot(NamedTuple):
 class _Copy(NamedTuple):
     """A copy of a tensor's elements, and how to reach them again."""
 
-    elements: torch.Tensor | torch.UntypedStorage
-    """A storage if torch can't clone the tensor: per channel with float zero points."""
-
+    elements: torch.Tensor
     span: tuple[int, int] | None
     """First element and count, for a tensor whose elements overlap (``expand``)."""
 
@@ -212,19 +210,14 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def _copy_elements(tensor: torch.Tensor) -> _Copy:
-    """Copy the elements of a tensor, or the memory it lies in where it can't be written to."""
+    """Copy the elements of a tensor, or the memory it lies in if it can't be written to."""
     with without_torch_function(), without_dispatch_modes(tensor):
         if tensor.layout is torch.strided and not tensor.is_nested:
             size, stride = tuple(tensor.shape), tensor.stride()
             if any(step == 0 and length > 1 for step, length in zip(stride, size, strict=True)):
                 span = (int(tensor.storage_offset()), extent(size, stride))
                 return _Copy(call_with_grad(False, _stretch(tensor, span).clone), span)
-        try:
-            return _Copy(call_with_grad(False, tensor.clone), None)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            return _Copy(tensor.untyped_storage().clone(), None)
+        return _Copy(call_with_grad(False, tensor.clone), None)
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -328,11 +321,8 @@ def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
 
 def _restore_elements(tensor: torch.Tensor, saved: _Copy) -> None:
     with without_dispatch_modes(tensor):
-        if isinstance(saved.elements, torch.UntypedStorage):
-            tensor.untyped_storage().copy_(saved.elements)
-        else:
-            target = tensor if saved.span is None else _stretch(tensor, saved.span)
-            original_copy_(target, saved.elements)
+        target = tensor if saved.span is None else _stretch(tensor, saved.span)
+        original_copy_(target, saved.elements)
 
 
 def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchguard._pytree import ATOMS
 from torchguard._torch.eager import (
     MODULE_HOOKS,
     call_unseen,
@@ -30,7 +31,6 @@ from torchguard._torch.eager import (
     without_torch_function,
 )
 from torchguard.state.containers import (
-    ATOMS,
     Containers,
     children,
     copy_of_tree,

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from torchguard._pytree import children, names_in, reachable
+from torchguard._pytree import ATOMS, children, names_in, reachable
 from torchguard._torch import base_of, version_of
 from torchguard._torch.eager import members_of
 from torchguard.equivalence.isolate import storage_address
 from torchguard.equivalence.outcome import leaves_behind
-from torchguard.state.containers import ATOMS, Containers
+from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS
 from torchguard.state.tensors import Gradients, capture
 from torchguard.state.training import has_attributes

@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Options for pytest, such as `make test PYTEST_OPTIONS="-x -k resize"`.
 PYTEST_OPTIONS ?=
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Many tests begin a process that imports torch: its modules are compiled to bytecode once.
+unexport PYTHONDONTWRITEBYTECODE
 # Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
 DOCTOR_OPTIONS ?=
 # How long `make gpu` may take, and where its results go.

@@ -75,6 +75,17 @@ def residue() -> list[str]:
     return found
 
 
+_frozen = 0
+
+
+def freeze_what_was_imported() -> None:
+    """A full collection, of which many tests make one, takes a second with all of torch in it."""
+    global _frozen
+    if len(sys.modules) > _frozen:
+        _frozen = len(sys.modules)
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End a test that hangs, with the stacks of all threads: its worker is replaced."""
@@ -95,12 +106,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """A full collection, of which many tests make one, takes a second with all of torch in it."""
-    gc.collect()
-    gc.freeze()
-
-
 # What torch does for its logs and for its own tests, without effect on what a test here sees:
 # Dynamo measures the guards of each frame that it compiles, after it has flushed the CPU's caches
 # (20 ms), and the OpInfo database looks for a unittest.TestCase in all frames of the stack.
@@ -113,6 +118,7 @@ _MEASUREMENTS = {
 @pytest.fixture(autouse=True)
 def no_residue() -> Iterator[None]:
     """Fail a test that leaves something of torchguard in torch."""
+    freeze_what_was_imported()
     for (module, name), measurement in _MEASUREMENTS.items():
         if name in vars(sys.modules.get(module, object)):
             setattr(sys.modules[module], name, measurement)
@@ -124,7 +130,6 @@ def no_residue() -> Iterator[None]:
     found += residue()
     if found:  # a transaction that is part of a cycle stands until it is collected
         gc.collect()
-        gc.freeze()  # again: modules that tests have imported
         found = residue()
     if found:
         from torchguard._torch import patch  # noqa: PLC0415

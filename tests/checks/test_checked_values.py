@@ -231,7 +231,13 @@ def _compiled(cases: Sequence[Case], backend: str) -> None:
     assert len(counting.graphs) == 2 * count
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if number % 4 == 0 else pytest.mark.slow, id=case.name)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_compiled(case: Case) -> None:
     """The same in compiled code."""
     _compiled([case], "aot_eager")

@@ -138,7 +138,9 @@ if "supervise()" in str(sys.orig_argv):
 
     @posix_only
     @pytest.mark.usefixtures("interruptible")
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+    @pytest.mark.parametrize(
+        "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+    )
     def test_that_is_orphaned(self, plugin: Path, tmp_path: Path, number: signal.Signals) -> None:
         """No process outlives a doctor that is interrupted or killed."""
         mark = plugin / "hanging"

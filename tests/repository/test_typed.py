@@ -26,6 +26,7 @@ def test_the_program_uses_every_public_name() -> None:
     assert unused == []
 
 
+@pytest.mark.slow
 def test_the_program_runs(tmp_path: Path) -> None:
     output_of(PROGRAM.read_text(encoding="utf-8"), folder=tmp_path)
 

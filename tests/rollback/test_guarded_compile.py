@@ -143,7 +143,18 @@ def run(name: str, compile_: Compile, scopes: tuple[str, ...]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            how,
+            marks=[]
+            if how in {"called outside, inside, outside", "decorated inside"}
+            else pytest.mark.slow,
+        )
+        for how in HOW
+    ],
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_and_graphs_are_those_without_a_scope(name: str, how: str) -> None:
     compile_, scopes = HOW[how]

@@ -262,7 +262,7 @@ RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.usefixtures("error")
-@pytest.mark.parametrize("size", [3, 70, 300])
+@pytest.mark.parametrize("size", [3, pytest.param(70, marks=pytest.mark.slow), 300])
 @pytest.mark.parametrize("name", RIGHT)
 def test_nothing_is_said_of_a_line_that_is_right(name: str, size: int) -> None:
     start = torch.randint(1, 9, (size, size), generator=torch.Generator().manual_seed(0)).double()
@@ -346,7 +346,7 @@ def test_operands_in_a_list_of_any_class_are_copied(kind: type) -> None:
     assert all(map(torch.equal, x, expected))
 
 
-@pytest.mark.parametrize("given", [["-"], ["-c"]])
+@pytest.mark.parametrize("given", [["-c"], pytest.param(["-"], marks=pytest.mark.slow)])
 def test_the_line_of_what_is_typed_is_named(given: list[str]) -> None:
     program = 'import torch, torchguard\ntorchguard.install("overlap")\nx = torch.ones(3, 4)\n'
     program += "x -= x[:, :1]\n"

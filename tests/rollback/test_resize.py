@@ -17,6 +17,8 @@ from support.kinds import Kind, State, empty_locked, locked, named, plain, state
 from support.ways import (
     BARE,
     BOTH,
+    GUARDED,
+    HELPERS,
     ON_TORCH,
     WAYS,
     Way,
@@ -170,8 +172,15 @@ def _on_torch(kind: Kind, operation: str, number: int) -> Any:
 
 def _cases() -> list[Any]:
     few = {"plain", "numpy", "shared memory", "numpy subclass"}
+    each = (HELPERS, GUARDED)
     return [
-        pytest.param(kind, operation, way, id=f"{kind.name}-{operation}-{way.name}")
+        pytest.param(
+            kind,
+            operation,
+            way,
+            id=f"{kind.name}-{operation}-{way.name}",
+            marks=[] if way in each else pytest.mark.slow,
+        )
         for kind in kinds.ALL
         for operation in OPERATIONS
         for way in WAYS

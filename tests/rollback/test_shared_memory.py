@@ -155,7 +155,9 @@ def _shown(tensor: torch.Tensor) -> list[Any]:
     return [type(tensor), tuple(tensor.shape), tensor.stride(), elements, version]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["no_grad", *(pytest.param(m, marks=pytest.mark.slow) for m in ("grad", "inference"))]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: str) -> None:
     def outcome(call: Callable[[torch.Tensor], Any], scope: str | None) -> list[Any]:

@@ -217,7 +217,7 @@ def step_over(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [4, 15, 19])
+@pytest.mark.parametrize("stop", [15, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 19))])
 def test_a_sampler_of_buckets_goes_on_in_the_middle_of_an_epoch(workers: int, stop: int) -> None:
     """Whatever workers have fetched ahead, and though steps were rolled back before and after."""
     items = list(torch.arange(60.0).view(60, 1))

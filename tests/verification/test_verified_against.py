@@ -520,6 +520,7 @@ def test_other_threads_run_what_is_compiled_meanwhile() -> None:
 # --- the reproducer
 
 
+@pytest.mark.slow
 def test_the_reproducer_needs_torch_only(tmp_path: Any) -> None:
     if not has_tensor_of_size():
         pytest.skip("this torch is right")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 import pkgutil
 import pydoc
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from support.child_process import output_of
 from torchguard import install
@@ -84,38 +82,6 @@ def test_a_function_is_pickled_by_its_name() -> None:
     for function in kept:
         with pytest.raises(pickle.PicklingError, match="not the same object"):
             pickle.dumps(function)
-
-
-class Keeper(nn.Module):
-    """A module that keeps functions of torch as attributes, as many models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = torch.nn.functional.gelu
-        self.combine = torch.add
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.combine(self.activation(x), x)
-
-
-def reloaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def test_tensors_and_modules_are_copied_and_saved_as_before() -> None:
-    made_before = Keeper()
-    x = torch.rand(2, 3)
-    expected = made_before(x)
-    with install("resize", "out"):
-        for model in (made_before, Keeper()):
-            for each in (model, copy.deepcopy(model), reloaded(model)):
-                torch.testing.assert_close(each(x), expected, rtol=0, atol=0)
-        for twin in (copy.deepcopy(x), reloaded({"view": x[:]})["view"]):
-            assert torch.equal(twin, x)
-            assert twin is not x
 
 
 # --- subclasses

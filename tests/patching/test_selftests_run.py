@@ -9,7 +9,6 @@ import torch
 
 import torchguard
 from support.install import resize_is_safe
-from torchguard.patching import selftests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +55,3 @@ def test_strict_raises_and_installs_nothing() -> None:
     ):
         torchguard.install("out", "resize", strict=True)
     assert torchguard.installed() == ()
-
-
-def test_every_self_test_is_that_of_a_guard() -> None:
-    assert selftests.SELF_TESTS.keys() <= torchguard.patching.guards.GUARDS.keys()

@@ -145,14 +145,10 @@ def _is_ours(function: object) -> bool:
 _originals: dict[Any, Any] = {}  # by replacement
 
 
-def follow_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let Dynamo trace ``original`` where it meets ``replacement``, as torch's decorators do."""
-    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
-
-
 def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
     """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up."""
-    follow_in_dynamo(replacement, original)  # enough for calls, not to be hashed or compiled
+    # As torch's decorators do: enough for calls, not to be hashed or compiled.
+    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
     _originals[replacement] = original
     if dynamo_is_there():  # else _dynamo_was_imported() puts it there
         _put_in_tables(replacement, original)

@@ -374,6 +374,7 @@ def test_an_optimizer_whose_steps_can_not_be_seen_is_refused() -> None:
 
 def test_what_is_written_wrong_is_named() -> None:
     made = Setup()
+
     def loss_of(x: Tensor) -> Tensor:
         return made.model(x).mean()  # type: ignore[no-any-return]
 

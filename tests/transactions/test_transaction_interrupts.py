@@ -6,11 +6,13 @@ import os
 import random
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from support.fault_injection import reference, transaction
 from support.small_training import Case, Training, differences, state_of
+from torchguard.transactions.block import opened
 
 # 300 in CI; TORCHGUARD_INTERRUPTS=10000 for the long run.
 INTERRUPTS = int(os.environ.get("TORCHGUARD_INTERRUPTS", "300"))
@@ -27,6 +29,17 @@ def whole_block(training: Training) -> float:
     with transaction(training):
         training.blocks[-1]()
     return time.perf_counter() - began
+
+
+def test_an_interrupt_behind_the_last_call_of_enter_leaves_no_block_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There Python handles a signal, and ``__exit__`` is not called."""
+    step = transaction(Training(CASES[0]))
+    monkeypatch.setattr(time, "perf_counter", Mock(side_effect=[0.0, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt), step:
+        pytest.fail("the block has begun")
+    assert opened == []
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -236,11 +236,12 @@ class Transaction:
         try:
             block.open()
             self._blocks.append(block)
+            # Python handles signals behind calls; there is none between here and the block.
+            self._seconds += time.perf_counter() - began
         except BaseException:  # an interrupt: __exit__ will not be called
             self._blocks.clear()
             block.close()
             raise
-        self._seconds += time.perf_counter() - began
         return self
 
     def __exit__(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import os
-import pydoc
 import signal
 import threading
 import warnings
@@ -414,14 +412,3 @@ def test_run_alone_warns_of_no_second_step_and_nor_does_a_checkpoint() -> None:
             made.step.run(lambda x: made.model(x).mean(), torch.ones(2, 2))
             if number == 2:
                 made.scheduler.load_state_dict(saved)
-
-
-def test_help_shows_the_contract_and_no_addresses() -> None:
-    text = pydoc.plain(pydoc.render_doc(torchguard.transaction))
-    assert "object at 0x" not in text
-    assert "step.committed" in text
-    shown = pydoc.plain(pydoc.render_doc(torchguard.Transaction))
-    assert "committed: whether the last block's step counts" in shown
-    public = {name for name in vars(torchguard.Transaction) if not name.startswith("_")}
-    assert public == {"run", "guarantee", "stats", "state_dict", "load_state_dict"}
-    assert "steps the schedulers too" in inspect.getdoc(torchguard.Transaction.run).splitlines()[0]  # type: ignore[union-attr]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from types import MappingProxyType
 from typing import Any, cast
@@ -148,17 +147,3 @@ def test_modules_of_torchscript_are_trained(inside: bool) -> None:
     for each, (value, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(each, value)
         assert torch.equal(each.grad, gradient)
-
-
-def test_to_leave_without_a_block_is_an_error_that_hides_no_other() -> None:
-    step = torchguard.transaction(*setup())
-    with step:
-        pass
-    with pytest.raises(RuntimeError, match="no open block"):
-        step.__exit__(None, None, None)
-    with pytest.raises(KeyError), contextlib.ExitStack() as stack:
-        stack.push(step)
-        raise KeyError
-    with step:
-        pass
-    assert step.stats().commits == 0

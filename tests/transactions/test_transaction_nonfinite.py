@@ -164,25 +164,6 @@ def test_gradients_that_a_closure_makes_are_looked_at(flags: Any, way: str) -> N
     assert ends[0] == ends[1]
 
 
-class Scaled(torch.optim.SGD):
-    """Takes a function that is no closure."""
-
-    def step(self, closure: Any = None, *, scale: Any = None) -> Any:
-        super().step(closure)
-        return scale(3.0)
-
-
-def test_a_function_that_is_no_closure_goes_to_the_step_as_it_is() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = Scaled(model.parameters(), lr=0.1)
-    step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
-    for value in (1.0, NAN):
-        with step:
-            model(torch.full((1, 2), value)).sum().backward()
-            assert optimizer.step(scale=lambda x: x * 2) == 6.0
-    assert step.stats().skipped == 1
-
-
 class Moving(nn.Module):
     """Assigns one buffer anew in each forward, and grows and shrinks others in place."""
 

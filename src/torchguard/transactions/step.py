@@ -249,17 +249,13 @@ class Transaction:
     ) -> None:
         signals = None if exception is None else DeferredSignals()
         began = time.perf_counter()
-        block = self._blocks.pop() if self._blocks else None
+        block = self._blocks.pop()
         try:
-            if block is not None:
-                self._leave(block, exception)
-            elif exception is None:
-                raise RuntimeError("transaction: it has no open block: enter it first")
+            self._leave(block, exception)
         finally:
             self._seconds += time.perf_counter() - began
             try:
-                if block is not None:
-                    block.close()
+                block.close()
             finally:
                 if signals is not None:
                     signals.restore_handlers()

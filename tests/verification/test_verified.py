@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import itertools
 import math
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from support.miscompiling import inputs, one_value, spoiling, verified_backend, workload, wrong
+from support.miscompiling import inputs, one_value, spoiling, verified_backend, workload
 from torchguard import MiscompilationWarning, verified
 from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.errors import MiscompilationError
@@ -140,20 +138,8 @@ def test_a_planted_defect_is_found_and_what_runs_is_right(name: str) -> None:
     assert line.strip() == "outputs = function(x, state)"
     torch.testing.assert_close(found, results_of(workload), rtol=0, atol=0)
     (record,) = backend.stats().graphs
-    assert (record.status, record.runs) == ("mismatched", "aot_eager")
+    assert (record.status, record.runs) == ("mismatched", "eager")
     torch.testing.assert_close(results_of(compiled), results_of(workload), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("forgets", [False, True], ids=["keeps", "forgets"])
-def test_fallbacks_know_the_sizes_though_dynamo_forgets_them(*, forgets: bool) -> None:
-    """Dynamo forgets them after compiling with a backend of an installed package."""
-    setting = "invalidate_compile_context_weakrefs"
-    if not hasattr(torch._dynamo.config, setting):
-        pytest.skip("this torch never forgets")
-    backend = verified_backend(spoiling(one_value))
-    with torch._dynamo.config.patch({setting: forgets}), pytest.warns(MiscompilationWarning):
-        torch.compile(workload, backend=backend)(*inputs())
-    assert backend.stats().graphs[0].runs == "aot_eager"
 
 
 def test_the_strides_of_a_gradient_are_not_compared() -> None:
@@ -187,44 +173,13 @@ def test_warn_runs_the_wrong_graph_and_says_so_once() -> None:
     assert not torch.equal(found[2][0], results_of(workload)[0])
 
 
-def test_a_fallback_that_is_wrong_as_well_is_skipped() -> None:
-    """AOTAutograd gets this gradient wrong: https://github.com/pytorch/pytorch/pull/197039."""
-    norm, eager = verified(backend=wrong)(_RunningNorm()), _RunningNorm()
-    batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    with pytest.warns(MiscompilationWarning, match="eager runs instead") as caught:
-        norm(batch).backward()
-    assert len(caught) == 1
-    norm(batch).backward()
-    for _ in range(2):
-        eager(batch).backward()
-    torch.testing.assert_close(norm.weight.grad, eager.weight.grad)
-    torch.testing.assert_close(norm.variance, eager.variance)
-
-
-def test_a_fallback_that_adds_a_guard_dynamo_never_evaluates_is_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count = itertools.count()
-    monkeypatch.setattr(
-        importlib.import_module("torchguard.verification.fallback"),
-        "shape_guards",
-        lambda _: next(count),
-    )
-    backend = verified_backend(spoiling(one_value))
-    with pytest.warns(MiscompilationWarning, match="eager runs instead"):
-        torch.compile(workload, backend=backend)(*inputs())
-    assert backend.stats().graphs[0].runs == "eager"
-
-
 def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     norm = verified(backend="aot_eager")(_RunningNorm())
     with pytest.warns(MiscompilationWarning) as caught:
         norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).backward()
     script = tmp_path / "reproducers" / "_RunningNorm.py"
-    assert f"reproducer: {script} (--minify makes it smaller)" in str(caught[0].message)
-    text = script.read_text()
-    assert "torchguard" not in text.partition('["--minify"]')[0]
-    assert text.count("torchguard") == 2
+    assert f"reproducer: {script}" in str(caught[0].message)
+    assert "torchguard" not in script.read_text()
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -260,7 +215,7 @@ def test_a_defect_that_shows_in_the_second_call_is_found_with_calls_2(*, dynamic
         assert compiled(torch.zeros(size)).tolist() == [[0] * size] * 2
     assert compiled(torch.ones(size + dynamic)).tolist() == [[2] * (size + dynamic)] * 2
     (record,) = backend.stats().graphs
-    assert (record.status, record.runs) == ("mismatched", "aot_eager")
+    assert (record.status, record.runs) == ("mismatched", "eager")
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -12,8 +12,7 @@ import torch
 from support.child_process import output_of
 from support.miscompiling import spoiling, verified_backend, wrong
 from torchguard import MiscompilationWarning
-from torchguard.verification import fallback
-from torchguard.verification.backend import KeysChecked
+from torchguard.verification.check import _Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +44,7 @@ def test_sizes_that_are_new_to_a_graph_are_checked_again(wrong_from: int) -> Non
             assert compiled(torch.ones(size))[0].tolist() == [2] * size
     assert [warning.category for warning in caught] == [MiscompilationWarning]
     _, dynamic = backend.stats().graphs
-    assert (dynamic.status, dynamic.runs) == ("mismatched", "aot_eager")
+    assert (dynamic.status, dynamic.runs) == ("mismatched", "eager")
 
 
 def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
@@ -65,75 +64,18 @@ def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
 def test_sizes_after_the_first_256_are_trusted_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert KeysChecked.MOST == 256
-    monkeypatch.setattr(KeysChecked, "MOST", 10)
+    assert _Calls.MOST == 256
+    monkeypatch.setattr(_Calls, "MOST", 10)
     backend = verified_backend("aot_eager")
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
-    for size in range(2, 13):
+    for size in range(2, 12):
         compiled(torch.ones(size))
     _, dynamic = backend.stats().graphs
-    assert (dynamic.status, dynamic.checks, dynamic.reason) == ("verified", 10, "")
-    for size in (30, 31, 3, 12):
+    assert (dynamic.status, dynamic.checks, dynamic.reason) == ("verified", 9, "")
+    for size in (12, 30, 31, 3):
         compiled(torch.ones(size))
     assert (dynamic.status, dynamic.checks) == ("verified", 10)
     assert dynamic.reason == "trusted with sizes after the first 10 checks"
-
-
-def test_other_sizes_are_checked_again_after_a_fallback_was_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What was right for a size that another function was checked with need not be right now."""
-
-    def wrong_at(number: int) -> Any:
-        def spoil(outputs: list[Any], given: list[Any]) -> Any:
-            return [outputs[0] + 1] if given[-1].numel() == number else outputs
-
-        return spoiling(spoil)
-
-    first, second = wrong_at(9), wrong_at(5)
-    fallbacks = (
-        fallback.Fallback("first", first),
-        fallback.Fallback("second", second),
-        fallback.EAGER,
-    )
-    backend = verified_backend(first)
-    monkeypatch.setattr(backend, "fallbacks", lambda: fallbacks)
-    compiled = torch.compile(lambda x: (x * 2,), backend=backend)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for size in (4, 5, 6, 9, 5, 9, 6):
-            assert compiled(torch.ones(size))[0].tolist() == [2] * size
-    assert len(caught) == 2
-    assert [graph.runs for graph in backend.stats().graphs] == ["first", "eager"]
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_a_graph_known_to_be_wrong_does_not_stay_when_the_next_fallback_fails(
-    error: type[BaseException], dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one after it runs; after an interrupt the next call checks again."""
-    left = [error]
-
-    def compile_(graph: Any, _: list[Any]) -> Any:
-        def run(*given: Any) -> Any:
-            if left:
-                raise left.pop()
-            return graph.forward(*given)
-
-        return run
-
-    monkeypatch.setattr(fallback, "_AOT_EAGER", fallback.Fallback("second", compile_))
-    backend = verified_backend(wrong)
-    compiled = torch.compile(lambda x: (x * 2,), backend=backend, dynamic=dynamic)
-    if error is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            compiled(torch.ones(3))
-    with pytest.warns(MiscompilationWarning):
-        assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
-    assert compiled(torch.ones(3))[0].tolist() == [2, 2, 2]
-    expected = "second" if error is KeyboardInterrupt else "eager"
-    assert backend.stats().graphs[0].runs == expected
 
 
 # --- threads
@@ -164,7 +106,7 @@ def test_a_call_during_a_check_runs_eagerly_and_does_not_wait() -> None:
     go_on.set()
     first.join(60)
     assert seen == [[2, 2, 2]]
-    assert [graph.runs for graph in backend.stats().graphs] == ["aot_eager"]
+    assert [graph.runs for graph in backend.stats().graphs] == ["eager"]
 
 
 @torch.library.custom_op("verified_calls::noise", mutates_args=())

@@ -142,11 +142,11 @@ def test_an_unknown_backend_is_refused_where_it_is_named() -> None:
 def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> None:
     expected = torch._inductor.list_mode_options(mode)
     assert expected
-    given = verified_backend(mode=mode).fallbacks()
-    by_torch_compile = verified_backend().fallbacks(mode=mode)
-    for fallbacks in (given, by_torch_compile):
+    given = verified_backend(mode=mode).inner()
+    by_torch_compile = verified_backend().inner(mode=mode)
+    for inner in (given, by_torch_compile):
         for name, value in expected.items():
-            assert f"{name!r}: {value!r}" in str(fallbacks[0].source)
+            assert f"{name!r}: {value!r}" in str(inner.source)
 
 
 @pytest.mark.cuda

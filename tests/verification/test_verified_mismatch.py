@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import runpy
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,15 +12,13 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
-from support.dynamo import traces_autocast
 from support.miscompiling import verified_backend
 from torchguard import MiscompilationWarning, verified
 from torchguard.equivalence.compare import same_strides
 from torchguard.verification.graph import why_not_twice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -256,128 +251,3 @@ def test_nothing_is_printed_of_the_tries_that_fail(capfd: pytest.CaptureFixture[
     assert found.tolist() == [0, 0, 2, 4, 6]
     assert [warning.category for warning in caught] == [MiscompilationWarning]
     assert capfd.readouterr() == ("", "")
-
-
-class Deep(nn.Module):
-    """Many statements; one in the middle is compiled wrong. The queue is written in place."""
-
-    queue: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5))
-        self.register_buffer("queue", torch.zeros(6, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.queue[1:] = self.queue[:-1].clone()
-        self.queue[0] = x.detach().mean(0)
-        for number, layer in enumerate(self.layers):
-            x = x + layer(x) * 0.5
-            x = x / (1 + x.square().mean(-1, keepdim=True)).sqrt()
-            if number == 2:
-                x = torch.special.erf(x)
-        return x, x.sum(), self.queue * 2
-
-
-@pytest.fixture
-def minified(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[int, str]]:
-    """Run ``python SCRIPT --minify``, here, where the backend is registered."""
-
-    def run(script: Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", [str(script), "--minify"])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(script), run_name="__main__")
-        small = script.with_name(f"{script.stem}-small.py")
-        return int(ended.value.code or 0), small.read_text() if small.exists() else ""
-
-    return run
-
-
-def test_a_fault_in_an_autocast_region_is_minified_without_a_trace(
-    minified: Any, tmp_path: Path
-) -> None:
-    """What the minifier computes stops inside the region; autocast warns of double precision."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: torch.Tensor = torch.special.erf((x @ x).float() * 2)
-        return y + 1
-
-    enabled = []
-
-    def compile_(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        enabled.append(torch.is_autocast_enabled("cpu"))
-        return wrong_where("erf")(graph, inputs)
-
-    with registered("torchguard_tests_autocast", compile_) as backend:
-        with pytest.warns() as caught:
-            verified(backend=backend)(function)(torch.randn(4, 4))
-        before = len(enabled)
-        script = tmp_path / "reproducers" / "function.py"
-        with warnings.catch_warnings(record=True) as while_minifying:
-            status, text = minified(script)
-    assert [warning.category for warning in caught] == [MiscompilationWarning]
-    assert while_minifying == []
-    if not traces_autocast():
-        assert status == 2
-        return
-    assert status == 0
-    assert "erf" in text
-    assert "matmul" not in text
-    # What a mode is set with is never left out: half of a pair would set it for good.
-    entered = text.count("_enter_autocast(") + text.count("autocast_increment_nesting(")
-    left = text.count("_exit_autocast(") + text.count("autocast_decrement_nesting(")
-    assert entered == left
-    assert len(enabled) > before + 2  # the graph, and smaller ones
-    assert not any(enabled)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_a_large_graph_is_written_whole_and_compiled_again_only_when_asked(
-    tmp_path: Path, minified: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ctrl-C ends minifying with the smallest so far."""
-    compiled: list[int] = []
-    impatient = False
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        compiled.append(1)
-        if impatient and len(compiled) == 6:
-            raise KeyboardInterrupt
-        return wrong_where("erf")(graph, inputs)
-
-    script = tmp_path / "reproducers" / "Deep.py"
-    with registered("torchguard_tests_erf", counted) as backend:
-        with pytest.warns(MiscompilationWarning) as caught:
-            verified(backend=backend)(Deep())(torch.randn(3, 4))
-        assert f"reproducer: {script} (--minify makes it smaller)" in str(caught[0].message)
-        assert len(compiled) <= 2  # the graph, and once more in double precision
-        whole = script.read_text()
-        assert "linear" in whole
-        status, text = minified(script)
-        assert capsys.readouterr().out == f"{script.with_name('Deep-small.py')}\n"
-        compiled.clear()
-        impatient = True
-        script.with_name("Deep-small.py").unlink()
-        interrupted, sooner = minified(script)
-    assert status == interrupted == 0
-    assert text.count("erf") == 2  # in the code, and in the backend's name
-    assert "linear" not in text
-    assert "queue" not in text
-    assert "torchguard." not in text  # it is for an issue of PyTorch's
-    assert len(text) < 4000
-    assert "erf" in sooner
-    assert len(text) < len(sooner) < len(whole)
-
-
-def test_what_does_not_differ_has_nothing_to_be_made_smaller(
-    tmp_path: Path, minified: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A script that was written for another machine, or another torch."""
-    with registered("torchguard_tests_erf", wrong_where("erf")) as backend:
-        with pytest.warns(MiscompilationWarning):
-            verified(backend=backend)(lambda x: torch.special.erf(x) * 2)(torch.randn(3))
-    (script,) = (tmp_path / "reproducers").glob("*.py")
-    with registered("torchguard_tests_erf", lookup_backend("aot_eager")):
-        assert minified(script) == (1, "")
-    assert capsys.readouterr().out == "no difference\n"

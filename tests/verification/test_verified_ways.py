@@ -69,7 +69,7 @@ def test_two_backends_are_counted_apart_and_the_process_counts_both_in_a_table()
     assert len(verification_report().graphs) == before + 2
     shown = str(one.stats())
     assert "workload (" in shown
-    assert "mismatched  aot_eager" in shown
+    assert "mismatched  eager" in shown
     assert shown.splitlines()[-1].startswith("1 graphs: 0 verified, 1 mismatched, 0 unverified; ")
 
 
@@ -223,7 +223,7 @@ def test_a_module_that_was_compiled_in_place_keeps_its_mode() -> None:
     found = settings_of_compiled(compiled_call(module))
     assert found is not None
     assert found["dynamic"] is True
-    assert found["compiler"]._inner.config["max_autotune"] is True
+    assert found["compiler"]._given.config["max_autotune"] is True
 
 
 def _pickled(module: torch.nn.Module) -> Any:

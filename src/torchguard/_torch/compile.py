@@ -305,12 +305,3 @@ def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
     """Whether inductor takes its random numbers from where eager does."""
     config = importlib.import_module("torch._inductor.config")
     return bool(inductor_options(backend).get("fallback_random", config.fallback_random))
-
-
-def mutation_switches() -> list[str]:
-    """Return the paths of what takes ``keep_inference_input_mutations``; no option does."""
-    return [
-        f"{path}.aot_autograd"
-        for path in ("torch._inductor.compile_fx", "torch._dynamo.backends.common")
-        if hasattr(importlib.import_module(path), "aot_autograd")
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import os
@@ -343,26 +342,6 @@ def compiles_apart(purpose: str) -> bool:
 _ORIGINAL = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # since 2.8, and 2.6
 
 
-def tracing_context() -> Any:
-    """Return what Dynamo knows of the graph it is compiling: its symbols, its fake tensors.
-
-    To be kept: it has none of Dynamo's guards. If those lived as long as the compiled code, 2.6
-    would wait for itself in ``torch._dynamo.reset()``, because it frees their tracebacks under a
-    lock that freeing takes:
-    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/csrc/profiler/python/combined_traceback.cpp
-    """
-    kept = copy.copy(torch._guards.TracingContext.try_get())
-    if kept is not None:
-        kept.guards_context = torch._guards.GuardsContext()
-    return kept
-
-
-def symbols_of(context: Any, value: object) -> Any:
-    """Return what Dynamo has decided about an input's dynamic sizes, while it compiles, or None."""
-    known: Any = getattr(context, "tensor_to_context", {})
-    return known.get(value) if isinstance(value, torch.Tensor) else None
-
-
 def symbols_in(values: Iterable[object]) -> set[Any]:
     """Return the symbols in the sizes, strides and offsets of tensors, and in integers."""
     shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
@@ -377,47 +356,16 @@ def symbols_in(values: Iterable[object]) -> set[Any]:
     return found
 
 
-def fake_inputs(context: Any, inputs: Iterable[Any], symbols: Iterable[Any]) -> list[Any] | None:
-    """Return the inputs that Dynamo compiles with: without values, to compile again later.
-
-    None if there is not a fake mode, or a tensor about which Dynamo has decided nothing.
-    """
-    mode: Any = getattr(context, "fake_mode", None)
-    try:
-        return [
-            mode.from_tensor(
-                value, symbolic_context=decided, source=decided.tensor_source, trace=False
-            )
-            if isinstance(value, torch.Tensor)
-            else value
-            for value, decided in zip(inputs, symbols, strict=True)
-        ]
-    except (AttributeError, TypeError):
-        return None
-
-
 @contextlib.contextmanager
-def tracing_again(context: Any, symbols: Iterable[tuple[object, Any]] = ()) -> Iterator[None]:
-    """Compile once more for a graph whose context was kept from when Dynamo traced it.
-
-    Each input comes with what :func:`symbols_of` said of it; without that AOTAutograd takes
-    all its sizes for dynamic ones, that no guard knows.
-    """
+def tracing_again() -> Iterator[None]:
+    """Compile a graph outside of Dynamo."""
     frames = importlib.import_module("torch._dynamo.convert_frame")
-    known = [(value, decided) for value, decided in symbols if decided is not None]
     # While one thread traces with torch.fx, 2.13 takes compiled code that another thread calls for
     # traced too, unless this says that torch.compile traces. 2.15 looks at the thread alone.
     session = private("compiler._compile_session_context", contextlib.nullcontext)
     lock = getattr(frames, "compile_lock", contextlib.nullcontext())
-    with lock, session(), torch._guards.tracing(context):
-        for value, decided in known:
-            context.tensor_to_context[value] = decided
-        try:
-            yield
-        finally:
-            # What stays here would keep torch.utils.swap_tensors from its work.
-            for value, _ in known:
-                context.tensor_to_context.pop(value, None)
+    with lock, session(), torch._guards.tracing(None):
+        yield
 
 
 # The frames of every call into compiled code have one of this file among them. Where torch renames
@@ -436,11 +384,6 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
         return
     # No registry: one line may call two wrong graphs, and each has its own warning.
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno)
-
-
-def mark_without_source(placeholder: Any) -> None:
-    """Say of a new input of a graph that Dynamo reads it nowhere, as torch's DDPOptimizer does."""
-    placeholder._dynamo_source = None
 
 
 def source_name(placeholder: Any) -> str:

@@ -153,15 +153,3 @@ def _value(expression: Any, sizes: dict[Any, int]) -> Any:
     if result.free_symbols:
         return None
     return bool(result) if result.is_Boolean else int(result)
-
-
-def shape_guards(context: Any) -> int | None:
-    """Count the guards on symbolic sizes so far; None where torch does not say."""
-    environment = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    if environment is None:
-        return None
-    # AOTAutograd's cache adds that a size is no larger than 64 bits can say, which it never is.
-    atoms = (
-        [atom for atom in guard.expr.atoms() if atom.is_Integer] for guard in environment.guards
-    )
-    return sum(all(abs(int(number)) < 2**63 - 2 for number in numbers) for numbers in atoms)

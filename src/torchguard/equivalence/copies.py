@@ -7,7 +7,6 @@ of which: all of that is in the copies, and nothing done to them reaches the ori
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +70,8 @@ def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | Non
             first = dtypes.setdefault(_key(value), value.dtype)
             if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
                 return f"input {position} shares a storage with one of another dtype"
-    if cast is not None and overlapping_storages(values):
+    # AOTAutograd takes these to lie apart.
+    if _overlap(values):
         return "inputs overlap and have no common storage"
     # After the tensors: the class of a nested tensor is a better reason than its symbolic integers.
     for position, value in enumerate(values):
@@ -110,7 +110,7 @@ def copy_inputs(
 ) -> Copies:
     """Copy the inputs of a call, for which :func:`why_not_copied` returns None."""
     require_grad = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
-    copier = _Copier(cast, change, require_grad, _cloned_together(values))
+    copier = _Copier(cast, change, require_grad)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -132,34 +132,14 @@ def _key(tensor: torch.Tensor) -> _Key:
     return (str(tensor.device), storage.data_ptr(), size) if size else ("", id(tensor), 0)
 
 
-def overlapping_storages(values: Sequence[Any]) -> list[list[_Key]]:
-    """Return the storages that share memory with another, in groups: two slices of a numpy array.
-
-    AOTAutograd looks for inputs with a common storage, and takes all others to lie apart.
-    """
-    groups: list[list[_Key]] = []
+def _overlap(values: Sequence[Any]) -> bool:
+    """Whether storages share memory with each other, as two slices of a numpy array do."""
     end = "", 0
-    for key in sorted(set(map(_key, tensors_of(values)))):
-        device, start, size = key
+    for device, start, size in sorted(set(map(_key, tensors_of(values)))):
         if (device, start) < end and device[:3] != "mps":  # there it is no address
-            groups[-1].append(key)
-        else:
-            groups.append([key])
+            return True
         end = max(end, (device, start + size))
-    return [group for group in groups if len(group) > 1]
-
-
-def _cloned_together(values: Sequence[Any]) -> dict[_Key, torch.UntypedStorage]:
-    """Clone storages that overlap so that the clones overlap too, and have no common storage."""
-    storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors_of(values)}
-    clones = {}
-    for group in overlapping_storages(values):
-        device, first, _ = group[0]
-        end = max(start + size for _, start, size in group)
-        memory = torch.UntypedStorage(end - first, device=device)
-        for key in group:
-            clones[key] = memory[key[1] - first : key[1] - first + key[2]].copy_(storages[key])
-    return clones
+    return False
 
 
 @dataclass
@@ -168,9 +148,6 @@ class _Copier:
     change: Change | None
     require_grad: set[_Key]
     """The storages behind tensors that require a gradient."""
-
-    clones: dict[_Key, torch.UntypedStorage]
-    """Those that were made together."""
 
     storages: dict[_Key, torch.UntypedStorage] = field(default_factory=dict)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -215,7 +192,7 @@ class _Copier:
         if key not in self.storages:
             storage = tensor.untyped_storage()
             if dtype == tensor.dtype:
-                storage = self.clones[key] if key in self.clones else storage.clone()
+                storage = storage.clone()
             else:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 whole.set_(storage)
@@ -238,27 +215,6 @@ class _NotALeaf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004 - torch's signature
         return gradient, None
-
-
-def with_a_repeated_id(inputs: Sequence[Any]) -> list[Any] | None:
-    """Copy the first number of each tensor of integers over its second, where all of them differ.
-
-    Only on a CPU: on an accelerator an invalid index ends the process. None if there is no such
-    tensor.
-    """
-    changed = list(inputs)
-    for place, value in enumerate(inputs):
-        # By type: a subclass, or a fake tensor, has no numbers to compare.
-        if type(value) is not torch.Tensor or value.dtype not in {torch.int32, torch.int64}:
-            continue
-        if not value.is_cpu or value.numel() < 2:  # noqa: PLR2004
-            continue
-        if value.unique().numel() == value.numel():
-            first, second = value.flatten()[:2]
-            # With its strides: what is compiled relies on them.
-            copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            changed[place] = copy.copy_(torch.where(value == second, first, value))
-    return None if all(map(operator.is_, changed, inputs)) else changed
 
 
 # ---- a graph on copies ----

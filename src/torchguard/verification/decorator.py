@@ -155,10 +155,9 @@ def verified(
 
     Each graph is run on copies of its first real inputs, once as Dynamo traced it and once
     compiled: values, gradients, strides and sharing of memory have to be the same. If they are
-    not, one warning says so and the first fallback runs that is right: inductor with inputs written
-    outside the graph, inductor whose casts all round, AOTAutograd alone, eager. A graph with
-    dynamic shapes is checked again when it is called with sizes that are new to it, up to 256
-    combinations. While one thread checks a graph, others that call it run it eagerly.
+    not, one warning says so, and the graph runs in eager from then on. A graph with dynamic shapes
+    is checked again when it is called with sizes that are new to it, up to 256 combinations. While
+    one thread checks a graph, others that call it run it eagerly.
 
     What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
     the buckets, and :func:`verification_report` has the graphs.
@@ -167,7 +166,7 @@ def verified(
         function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
         calls: how many calls of each graph are checked; of a graph with dynamic shapes, how
             many with each combination of sizes.
-        on_mismatch: ``"fallback"``: run what is right. ``"warn"``: run the wrong graph all
+        on_mismatch: ``"fallback"``: run the graph in eager. ``"warn"``: run the wrong graph all
             the same. ``"raise"``: raise a ``MiscompilationError`` when it is called.
         max_bytes: leave a graph unverified if its inputs' storages have more bytes.
         against: ``"python"``: compare each call that compiles with the same call as plain Python,
@@ -223,7 +222,7 @@ def verified(
             dynamic=asked.get("dynamic"),
             function=_name_of(given),
         )
-        checked.fallbacks()  # looked up by name now, as torch.compile does
+        checked.inner()  # looked up by name now, as torch.compile does
         return {**asked, "backend": checked}
 
     def wrap(function: Any, /) -> Any:

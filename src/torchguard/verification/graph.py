@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import operator
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,7 +22,6 @@ from torchguard._torch import (
     symbols_in,
 )
 from torchguard.equivalence.copies import span_of
-from torchguard.equivalence.reference import node_may_write
 
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
@@ -132,31 +130,25 @@ _SPELLINGS = (
 # ---- the sizes of a call ----
 
 
-def sizes_of(graph: fx.GraphModule, examples: Sequence[Any]) -> SizesOf | None:
+def sizes_of(graph: fx.GraphModule) -> SizesOf | None:
     """Return what reads the sizes from the inputs of a call; None for a graph with static shapes.
 
-    Dynamo gives a graph every symbol of the fake inputs that it has traced as an integer of its
-    own: a symbolic one among the ``examples`` that the backend was given.
+    Dynamo gives a graph most symbols as integers of their own, the others as sizes of a tensor.
     """
     traced = [node.meta.get("example_value") for node in placeholders_of(graph)]
-    places = [place for place, value in enumerate(examples) if isinstance(value, torch.SymInt)]
-    given = symbols_in([examples[place] for place in places])
-    if symbols_in(traced) - given:
-        return _shapes
-    return operator.itemgetter(*places) if places else None
+    given = symbols_in(value for value in traced if isinstance(value, torch.SymInt))
+    places = [
+        place
+        for place, value in enumerate(traced)
+        if isinstance(value, torch.SymInt) or symbols_in([value]) - given
+    ]
+    if not places:
+        return None
+    return lambda inputs: tuple(_sizes_in(inputs[place]) for place in places)
 
 
-def _shapes(inputs: Sequence[Any]) -> Hashable:
-    return tuple(
-        (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
-        for value in inputs
-        if isinstance(value, (torch.Tensor, int))
-    )
-
-
-def may_write(graph: fx.GraphModule) -> bool:
-    """Whether an operation of the graph may write to a tensor that it is given."""
-    return any(node_may_write(node) for part in graphs_in(graph) for node in part.graph.nodes)
+def _sizes_in(value: Any) -> Hashable:
+    return (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
 
 
 def shared_inputs(inputs: Sequence[Any]) -> Hashable:

@@ -12,7 +12,7 @@ from torchguard._public import public
 
 if TYPE_CHECKING:
     from torchguard.equivalence.compare import Difference
-    from torchguard.verification.fallback import Fallback
+    from torchguard.verification.backend import Inner
 
 Status = Literal["compiled", "verified", "mismatched", "unverified"]
 
@@ -45,7 +45,7 @@ class GraphRecord:
     """``compiled``: no call has been checked yet. ``mismatched``: it did not do what eager does."""
 
     runs: str = ""
-    """What runs now: the backend, or a fallback such as ``aot_eager`` or ``eager``."""
+    """What runs now: the backend, or ``eager`` if that was wrong."""
 
     reason: str = ""
     """Why it is unverified, or what differs in a verified one because rounding decides there."""
@@ -57,7 +57,7 @@ class GraphRecord:
     """How many calls were checked."""
 
     seconds: float = 0.0
-    """What checking took, compiling fallbacks included."""
+    """What checking took."""
 
     reproducer: str | None = None
     """The script that shows the difference, where one was written."""
@@ -145,7 +145,7 @@ def verification_report() -> VerificationReport:
 
 def message_of(
     record: GraphRecord,
-    backend: Fallback,
+    inner: Inner,
     found: Sequence[Difference],
     on_mismatch: str,
     reproducer: str,
@@ -155,9 +155,9 @@ def message_of(
     ``reproducer`` says where the script is, or why there is none.
     """
     # A callable of the user's is named itself: its fault is none to report to PyTorch.
-    source = backend.source
+    source = inner.source
     if source is None:
-        compiler = f"the backend {backend.name}"
+        compiler = f"the backend {inner.name}"
     else:
         compiler = f"torch.compile{f' with {source}' if source.startswith('backend=') else ''}"
     largest = max((each.largest for each in found if each.finite), default=None)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchguard._torch import tracing_again
-from torchguard.equivalence.copies import copy_inputs, overlapping_storages, tensors_of
-from torchguard.verification.fallback import Fallback, TracedGraph, fallbacks_of
-from torchguard.verification.graph import copy_graph, numbers_in, unlogged
-from torchguard.verification.minify import Case, minified
+from torchguard.equivalence.compare import Difference
+from torchguard.equivalence.copies import bytes_of, tensors_of
+from torchguard.verification.backend import Inner
+from torchguard.verification.graph import numbers_in, owned_tensors, unlogged
 from torchguard.verification.report import GraphRecord
 
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
@@ -33,7 +31,7 @@ _SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
 {differences}
 """
 
-{import_sys}import torch
+import torch
 from torch import device, inf, nan
 
 NoneType = type(None)
@@ -46,17 +44,14 @@ def inputs():
 {inputs}
 
 
-NUMBERS = {numbers}  # of the inputs
-
-
 def run(function):
     """Return what can be seen of one run: tensors, and which of them share memory."""
     values = inputs()
-    inputs_ = [(i, v) for i, v in zip(NUMBERS, values) if isinstance(v, torch.Tensor)]
-    leaves = [(i, v) for i, v in inputs_ if v.requires_grad]
+    numbered = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+    leaves = [(i, v) for i, v in numbered if v.requires_grad]
     outputs = list(function(*values))
     tensors = {{f"output {{i}}": v for i, v in enumerate(outputs)}}
-    tensors |= {{f"input {{i}} after the call": v for i, v in zip(NUMBERS, values)}}
+    tensors |= {{f"input {{i}} after the call": v for i, v in numbered}}
     tensors = {{k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
     address = {{k: v.untyped_storage().data_ptr() for k, v in tensors.items() if v.numel()}}
     shared = {{(a, b) for a in address for b in address if a < b and address[a] == address[b]}}
@@ -70,10 +65,10 @@ def run(function):
     return {{k: v.detach() for k, v in tensors.items()}}, shared
 
 
-graph = {root}()
+graph = Graph()
 with torch.{grad_mode}():
-{minify}    eager, eager_shared = run(graph)
-    compiled, compiled_shared = run(torch.compile({arguments}))
+    eager, eager_shared = run(graph)
+    compiled, compiled_shared = run(torch.compile(graph{arguments}))
 wrong = []
 for name, want in eager.items():
     got = compiled.get(name, torch.zeros_like(want))
@@ -91,93 +86,39 @@ raise SystemExit(bool(wrong))
 '''
 
 
-_MINIFY = """    if sys.argv[1:] == ["--minify"]:  # a smaller one; needs torchguard
-        from torchguard.verification.reproduce import minify
-        raise SystemExit(minify(__file__, graph, inputs(){arguments}))
-"""
-
-
 class NoScriptError(Exception):
     """The graph can't be written as a script; the text is the reason."""
 
 
 def reproducer_of(
-    traced: TracedGraph,
-    wrong: Callable[..., Any],
+    graph: fx.GraphModule,
     inputs: Sequence[Any],
-    backend: Fallback,
+    inner: Inner,
     record: GraphRecord,
+    found: Sequence[Difference],
 ) -> str:
-    """Write a script that shows what ``wrong`` does otherwise, which the backend made of a graph.
+    """Write a script that shows what a backend made of a graph does otherwise.
 
     Returns where it is, which the record keeps too, or why there is none.
     """
-    if backend.source is None:
-        return f"none: {backend.name} is a callable, which a script can't name"
-    if traced.owned:
+    if inner.source is None:
+        return f"none: {inner.name} is a callable, which a script can't name"
+    if owned_tensors(graph):
         return "none: the graph holds tensors of its own, such as an optimizer's parameters"
-    if record.checks and numbers_in(traced.graph, inputs):
+    if record.checks and numbers_in(graph, inputs):
         return "none: a script does not show what needs a float that changes between calls"
-    # A graph of Dynamo's symbols would be another one without them, so that one stays whole.
-    minify = "" if traced.is_dynamic else _MINIFY
     name = record.function if record.function.isidentifier() else "graph"
-    with unlogged():
-        case = Case(traced.graph, wrong, list(inputs), tuple(range(len(inputs))))
-        try:
-            text = _script(case, backend.source, minify)
-            folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
-            folder.mkdir(parents=True, exist_ok=True)
-            record.reproducer = write_script(text, folder / f"{name}.py")
-        except NoScriptError as reason:
-            return f"none: {reason}"
-        except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
-            return f"none: writing it raised {type(error).__name__}: {error}"
-    return f"{record.reproducer}{' (--minify makes it smaller)' if minify else ''}"
-
-
-def minify(script: str, graph: torch.nn.Module, inputs: list[Any], **settings: Any) -> int:
-    """Write a smaller script that shows a difference too: ``python reproducer.py --minify``.
-
-    Each try compiles a graph, so it may take minutes; Ctrl-C ends it with the smallest so far.
-    Returns the script's exit status: 0 if one was written, 1 if there is no difference to make
-    smaller, 2 if the graph can't be traced again.
-    """
-    traced: list[Case] = []
-
-    def keep(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            # Dynamo orders the inputs as the graph uses them.
-            numbers = (next((i for i, v in enumerate(inputs) if v is each), -1) for each in given)
-            copies = copy_inputs(given).values
-            traced.append(Case(graph, graph.forward, copies, tuple(numbers)))
-            return graph.forward(*given)
-
-        return run
-
     try:
-        torch.compile(graph, backend=keep, dynamic=False)(*inputs)
-    except Exception as error:  # noqa: BLE001 - of Dynamo, or of the graph
-        sys.stderr.write(f"it stays whole: this torch can't trace it again: {error}\n")
-        return 2
-    if len(traced) != 1:
-        # Dynamo of torch 2.6 and 2.8 does not trace what begins and ends an autocast region.
-        sys.stderr.write(f"it stays whole: this torch compiles it as {len(traced)} graphs\n")
-        return 2
-    inner = settings.pop("backend", "inductor")
-    compile_ = fallbacks_of(inner, settings, dynamic=None)[0].compile
-    source = ", ".join(f"{key}={value!r}" for key, value in ({"backend": inner} | settings).items())
-    whole = traced[0]
-    with unlogged(), tracing_again(None):
-        compiled = compile_(copy_graph(whole.graph), whole.inputs)
-        case = Case(whole.graph, compiled, whole.inputs, whole.numbers)
-        small = minified(case, compile_) if case.differences(case.inputs) else None
-        text = "" if small is None else _script(small, source)
-    if small is None:
-        sys.stdout.write("no difference\n")
-        return 1
-    path = Path(script)
-    sys.stdout.write(f"{write_script(text, path.with_name(f'{path.stem}-small.py'))}\n")
-    return 0
+        with unlogged():
+            text = _script(graph, inputs, inner.source, found)
+        folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
+        folder.mkdir(parents=True, exist_ok=True)
+        record.reproducer = write_script(text, folder / f"{name}.py")
+    except NoScriptError as reason:
+        return f"none: {reason}"
+    except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
+        return f"none: writing it raised {type(error).__name__}: {error}"
+    return record.reproducer
 
 
 def write_script(text: str, path: Path) -> str:
@@ -198,29 +139,27 @@ def temporary_folder() -> str:
     return tempfile.mkdtemp(prefix="torchguard-reproducers-")
 
 
-def _script(case: Case, arguments: str, minify: str = "") -> str:
+def _script(
+    graph: fx.GraphModule, inputs: Sequence[Any], arguments: str, found: Sequence[Difference]
+) -> str:
     """Return the text of a script, which gives ``torch.compile`` these arguments.
 
-    ``minify`` are the lines that make it smaller, with a place for the arguments.
+    Its inputs have the shapes, strides and sharing that they had. If they are few, they have their
+    values, else random ones.
     """
     imports: dict[str, str] = {}
     classes: list[str] = []
-    root = _class_of(case.graph, "Graph", imports, classes)
-    double = any(tensor.dtype == torch.float64 for tensor in tensors_of(case.inputs))
-    differences = "\n".join(map(str, case.differences(case.inputs)))
-    arguments = f", {arguments}" if arguments else ""
+    _class_of(graph, "Graph", imports, classes)
+    double = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
+    written_out = bytes_of(inputs) <= 4 * MOST_WRITTEN_OUT  # whole storages
     return _SCRIPT.format(
         version=torch.__version__,
         # They stand in the docstring of the script, which these would end or escape.
-        differences=differences.replace("\\", "/").replace('"""', "'''"),
+        differences="\n".join(map(str, found)).replace("\\", "/").replace('"""', "'''"),
         imports="\n".join(imports.values()),
         classes="\n\n".join(classes),
-        inputs=_inputs_that_show(case),
-        numbers=list(case.numbers),
-        root=root,
-        arguments=f"graph{arguments}",
-        import_sys="import sys\n\n" if minify else "",
-        minify=minify.format(arguments=arguments),
+        inputs=input_lines(inputs, written_out=written_out),
+        arguments=f", {arguments}" if arguments else "",
         grad_mode="enable_grad" if torch.is_grad_enabled() else "no_grad",
         # Wider than the check's, which knows what rounding explains here: a script does not.
         rtol=1e-6 if double else 1e-3,
@@ -261,24 +200,6 @@ def import_of(name: str, value: Any) -> str:
     if module and getattr(sys.modules.get(module), qualified, None) is value:
         return f"from {module} import {qualified} as {name}"
     raise NoScriptError(f"the graph has {value!r}, which a script can't import")
-
-
-def _inputs_that_show(case: Case) -> str:
-    """Write the lines that make inputs of the shapes, strides and sharing they had.
-
-    They are random; where those show no difference and are few, they have their values.
-    """
-    if overlapping_storages(case.inputs):
-        raise NoScriptError("inputs overlap and have no common storage, as a script's would")
-    # Most wrong graphs are wrong for any values; a script without data can be read, and sent.
-    random = input_lines(case.inputs, written_out=False)
-    scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan}
-    with torch.random.fork_rng():
-        exec(f"def inputs():\n    torch.manual_seed(0)\n{random}", scope)  # noqa: S102
-        seen = bool(case.differences(scope["inputs"]()))
-    elements = sum(tensor.numel() for tensor in tensors_of(case.inputs))
-    written_out = not seen and elements <= MOST_WRITTEN_OUT
-    return input_lines(case.inputs, written_out=True) if written_out else random
 
 
 def input_lines(inputs: Sequence[Any], *, written_out: bool) -> str:

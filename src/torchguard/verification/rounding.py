@@ -28,7 +28,7 @@ from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
-from torchguard.verification.fallback import Compiler
+from torchguard.verification.backend import Compiler
 from torchguard.verification.graph import copy_graph, graphs_in, unlogged
 
 _RUNS = 16
@@ -87,7 +87,7 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
             eager = run_on_copies(wide, inputs, cast=_wider)
             if eager.error is not None or eager.backward_error is not None:
                 return False
-            with tracing_again(None), rng_state_restored():
+            with tracing_again(), rng_state_restored():
                 compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
             return judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right

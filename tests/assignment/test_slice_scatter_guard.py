@@ -87,7 +87,7 @@ CURES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cure", CURES)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_is_as_eager(name: str, cure: str, backend: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from support.bucketed import Noting, in_time, leak
+from support.bucketed import in_time, leak
 from torchguard import BucketCollator, PaddingLeakError, bucketed
 
 DIMS: dict[str, Any] = {"x": {1: "t"}, "mask": {1: "t"}}
@@ -81,19 +81,6 @@ class TestCheck:
             found = wrapped(batch["x"], batch["mask"])
             assert torch.equal(found, mean(batch["x"], batch["mask"]))
         assert wrapped.stats().proven == ((16,),)
-
-    def test_is_made_once_and_not_before_something_is_padding(self) -> None:
-        noting = Noting()
-        wrapped = in_time(
-            lambda x, mask: noting(x), dims=DIMS, mask="mask", outputs={1: "t"}, buckets=[8]
-        )
-        runs = []
-        for length in (8, 8, 5, 5, 6):
-            noting.shapes.clear()
-            wrapped(*padded(length, 8))
-            runs.append(len(noting.shapes) - 1)
-        # Padded as it came, cut, and with two other values in the padding.
-        assert runs == [0, 0, 4, 0, 0]
 
     @pytest.mark.parametrize("kind", ["real", "padding"])
     def test_masks_of_every_kind(self, kind: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -255,34 +254,6 @@ class TestAProofOfItsOwn:
         wrapped(full, short)
         with pytest.raises(PaddingLeakError):
             wrapped(short, short)
-
-    def test_is_shared_by_modules_that_are_made_for_each_call(self) -> None:
-        calls = []
-
-        def activated(x: torch.Tensor, module: Any) -> Any:
-            calls.append(module.alpha)
-            return module(x)
-
-        wrapped = in_time(activated)
-        for alpha in (1.0, 0.5, 0.5):
-            wrapped(torch.ones(2, 5), nn.ELU(alpha))
-        assert calls.count(1.0) == calls.count(0.5) - 1
-
-    def test_a_method_of_a_function_without_a_name_is_taken(self) -> None:
-        method, x = MethodType(functools.partial(torch.add), torch.ones(2, 1)), torch.randn(2, 5)
-        assert torch.equal(in_time(lambda x, then: then(x))(x, method), x + 1)
-
-    def test_is_shared_by_fractions(self) -> None:
-        calls = []
-
-        def scaled(x: torch.Tensor, weight: float) -> torch.Tensor:
-            calls.append(weight)
-            return x * weight
-
-        wrapped = in_time(scaled)
-        for weight in (0.25, np.float64(0.5), 0.75):
-            wrapped(torch.ones(2, 5), weight)
-        assert calls.count(0.75) <= 2  # and once more for the sizes of its output
 
     def test_a_slice_has_a_plan_of_its_own(self) -> None:
         wrapped, x = in_time(lambda x, part: x[:, part]), torch.randn(2, 5)

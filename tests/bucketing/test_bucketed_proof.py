@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from support.bucketed import Noting, in_time, leak, wrap
+from support.bucketed import in_time, leak, wrap
 from torchguard import PaddingLeakError
 
 
@@ -52,21 +52,6 @@ class TestHowMuchPaddingThereIs:
         wrapped(torch.zeros(63) + 2)
         with pytest.raises(PaddingLeakError, match="t: 24 -> 64 in x"):
             wrapped(torch.zeros(24) + 2)
-
-    def test_a_bucket_is_run_so_often(self) -> None:
-        def runs(wrapped: Any, x: torch.Tensor) -> int:
-            noting.shapes.clear()
-            wrapped(x)
-            return len(noting.shapes) - 1  # the call itself
-
-        noting = Noting(lambda x: x + 1)
-        wrapped = wrap(noting, buckets=[8, 16], outputs={0: "t"})
-        counted = [
-            runs(wrapped, torch.arange(1.0, length + 1))
-            for length in (7, 7, 6, 5, 7, 4, 8, 12, 9, 10, 11, 12, 16)
-        ]
-        # Without padding, padded, with other values above and below: again with twice the padding.
-        assert counted == [4, 0, 4, 0, 0, 4, 0, 4, 4, 0, 0, 0, 0]
 
 
 class TestAutocast:

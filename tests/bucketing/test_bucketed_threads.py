@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import random
@@ -17,9 +16,6 @@ from torch import nn
 
 from support.bucketed import Counting, in_time
 from support.child_process import run_python
-from torchguard import _torch
-
-pytestmark = pytest.mark.slow
 
 pytestmark = pytest.mark.slow
 
@@ -195,35 +191,3 @@ def test_settings_of_dynamo_are_as_before() -> None:
         for name, value in zip(names, before, strict=True):
             setattr(torch._dynamo.config, name, value)
     assert found == before
-
-
-def test_only_what_compiles_enters_the_scope() -> None:
-    """compiles_inside() costs a call nothing that finds its variant, behind a graph break too."""
-    torch.compiler.reset()
-    entered = []
-
-    @contextlib.contextmanager
-    def scope() -> Iterator[None]:
-        entered.append(1)
-        yield
-
-    model = _Broken()
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = model(x)
-        return out * 2
-
-    compiled = _torch.compiles_inside(torch.compile(call, backend="eager", dynamic=False), scope)
-    for size in (3, 4):
-        x = torch.ones(2, size, 4)
-        before = len(entered)
-        assert torch.allclose(compiled(x), 2 * model(x))
-        assert len(entered) > before
-    before = len(entered)
-    for size in (3, 4):
-        compiled(torch.ones(2, size, 4))
-    with torch.compiler.set_stance("force_eager"):
-        compiled(torch.ones(2, 5, 4))
-    with torch.compiler.set_stance("eager_on_recompile"):
-        compiled(torch.ones(2, 5, 4))
-    assert len(entered) == before

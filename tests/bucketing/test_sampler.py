@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from torchguard import BucketBatchSampler, BucketCollator, Buckets
+from torchguard import BucketBatchSampler, BucketCollator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,13 +192,6 @@ def test_leftovers_stay_or_move_up_whichever_costs_least(
     ends = [max(lengths[index] for index in batch) for batch in sampler]
     found = sum(sampler.batch_sizes[end] * prices[end - 1] for end in ends)
     assert found == brute_force(items, [tokens // price for price in prices], prices, world)
-
-
-def test_a_large_ladder_is_planned() -> None:
-    """512 buckets, all with leftovers."""
-    lengths = np.random.default_rng(0).integers(1, 4097, 20_000)
-    sampler = BucketBatchSampler(lengths, Buckets(range(8, 4097, 8)), tokens=1 << 17)
-    assert sum(map(len, sampler)) == 20_000
 
 
 def test_drop_last_leaves_out_others_in_every_epoch() -> None:

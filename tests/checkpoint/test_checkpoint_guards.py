@@ -50,15 +50,3 @@ def test_what_a_subclass_overrides_goes_on_working() -> None:
     assert model.bias.tolist() == [3, 3]
     torchguard.load_state_dict(model, {key: value + 1 for key, value in state.items()})
     assert model.bias.tolist() == [4, 4]
-
-
-def test_a_load_under_guards_does_not_slow_later_ones() -> None:
-    """Which loader a class has is remembered; a guard in its place is not one of the class."""
-    from torchguard._torch.eager import tensors_loaded_by_copies  # noqa: PLC0415
-
-    class Own(torch.nn.Linear):
-        pass
-
-    with torchguard.install(*ALL), torchguard.guarded():
-        Own(2, 2).load_state_dict(Own(2, 2).state_dict())
-    assert tensors_loaded_by_copies(Own(2, 2)) is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,23 +128,8 @@ def test_no_two_files_have_the_same_name() -> None:
     assert {name for name, count in names.items() if count > 1} == {"__init__.py", "api.py"}
 
 
-def test_the_directions_are_seen_by_the_test() -> None:
-    """An import, one inside of a function, and a dotted string."""
-    program = '''
-    """torchguard.cli in a docstring is no import."""
-    from torchguard import bucketed
-    from torchguard.rollback.resize import safe_resize_
-    def late():
-        import torchguard.verification.check
-        return "torchguard.defects.catalog"
-    '''
-    seen = {"front door", "rollback", "verification", "defects"}
-    assert _imported(ast.parse(textwrap.dedent(program))) == seen
-
-
 # --- ``_torch/patch.py`` is the only file that sets or deletes an attribute of torch
 
-WRITTEN = (ast.Store, ast.Del)
 # What is set there, and whose attribute it is.
 NOT_TORCH: dict[str, set[str]] = {
     "state/tensors.py": {"setattr(tensor, name, part.tensor)"},  # a tensor of the user

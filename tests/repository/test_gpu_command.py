@@ -14,49 +14,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import report
-from benchmarks.catalog import BENCHMARKS
-from benchmarks.gpu import CLOSING, CRASHES, PIECES, Session, finished, limit_of, work_through
-from benchmarks.stream import Stream, append, lines_of, records_of
+from benchmarks.gpu import CLOSING, Session
+from benchmarks.stream import lines_of
 
-from support.child_process import output_of
 from support.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HEAD: dict[str, Any] = {"benchmark": "bench_resize", "device": "cuda"}
-
-
-def test_a_killed_run_keeps_what_it_has_found_and_the_next_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    killed = Stream(path, HEAD)
-    killed.keep("rows", {"id": "a", "device": "cuda", "value": 1})
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"run": "torn in the mid')  # the process died here
-    [record] = records_of(path)
-    assert record["ended"] == "killed"
-    assert [row["id"] for row in record["rows"]] == ["a"]
-    append(path, {"piece": {"name": "resize"}})  # begins a line of its own
-    assert lines_of(path)[-1] == {"piece": {"name": "resize"}}
-    assert not finished(path, PIECES[0])
-    second = Stream(path, HEAD)
-    assert [row["value"] for row in second.known("rows")] == [1]
-    second.end({"rows": [{"id": "b", "device": "cuda", "value": 2}]})
-    [record] = records_of(path)
-    assert [row["id"] for row in record["rows"]] == ["a", "b"]
-    assert record["ended"] == "finished"
-    assert Stream(path, {**HEAD, "revision": "another"}).known("rows") == []
-
-
-def test_each_piece_is_a_benchmark_with_known_options_and_enough_time() -> None:
-    left = 534.0
-    for number, piece in enumerate(PIECES):
-        benchmark = BENCHMARKS[piece.name]
-        assert "cuda" in benchmark.devices
-        options = piece.command("cuda", quick=False)[4:]
-        assert benchmark.parser().parse_args(options).device == "cuda"
-        given = limit_of(piece, PIECES[number:], left)
-        assert given >= 12  # an import of torch and torchguard, and something to measure
-        left -= given
-    assert left == pytest.approx(0)
 
 
 @dataclass(frozen=True)
@@ -95,27 +58,6 @@ def test_a_piece_that_takes_too_long_is_ended_with_all_it_has_started(tmp_path: 
     assert "begun" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
-def test_a_piece_that_fails_does_not_end_the_list_and_one_that_dies_is_begun_again(
-    tmp_path: Path,
-) -> None:
-    running, marks = session(tmp_path), tmp_path / "marks"
-    dies = f"import os; open({str(marks)!r}, 'a').write('x'); os.kill(os.getpid(), 11)"
-    pieces: Any = [
-        Planned("raise SystemExit(5)"),
-        Planned(dies, name="assign"),
-        Planned("print('after it')", name="buckets"),
-    ]
-    assert work_through(running, pieces, go_on=False) == [
-        "c resize: failed with 5",
-        "c assign: failed with -11",
-        "c buckets: stopped by itself: its time was up",  # it wrote no end
-    ]
-    assert marks.read_text() == "x" * CRASHES
-    assert "after it" in (tmp_path / "log.txt").read_text(encoding="utf-8")
-    summary = work_through(session(tmp_path / "late", 0.5), PIECES, go_on=False)
-    assert summary == [f"{piece.part} {piece.name}: no time was left" for piece in PIECES]
-
-
 def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> None:
     line = ["-m", "benchmarks", "gpu", "--rehearse", "--only", "resize", "--out", str(tmp_path)]
     line = [sys.executable, *line]
@@ -133,19 +75,6 @@ def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> Non
     assert "stopped by SIGTERM" in rest
     assert started
     assert all(wait_until_gone(int(pid)) for pid in started)
-
-
-def test_the_command_imports_no_torch_and_gives_its_children_the_checkout() -> None:
-    program = f"""
-        import os, pathlib, sys
-        sys.path.insert(0, {str(ROOT)!r})
-        import benchmarks.__main__, benchmarks.gpu
-        assert "torch" not in sys.modules and "torchguard" not in sys.modules
-        session = benchmarks.gpu.Session(pathlib.Path("."), 60, revision="abc")
-        child = session.environment("scratch")
-        print(child["PYTHONPATH"].split(os.pathsep)[0], child["BENCHMARKS_REVISION"])
-    """
-    assert output_of(program, fresh=True) == f"{ROOT / 'src'} abc\n"
 
 
 @pytest.mark.slow

@@ -105,10 +105,6 @@ def _with_one_more_argument(original: Any) -> Any:
     return refuse
 
 
-def _does_nothing(original: Any) -> Any:
-    return lambda *args, **kwargs: contextlib.nullcontext(original)
-
-
 def signature(path: str) -> None:
     """Let it have one more argument."""
     replaced(path, _with_one_more_argument)

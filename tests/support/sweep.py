@@ -132,24 +132,3 @@ def _spoil(value: Any, how: str) -> Any:
     if how == "scalar" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return -(10**9)  # a large positive one keeps polygamma_ busy for minutes
     return "wrong" if how == "type" and not isinstance(value, torch.Tensor) else value
-
-
-@functools.cache
-def in_place_cases() -> tuple[InPlaceCase, ...]:
-    """Calls of in-place variants with an argument each that is made to fail."""
-    found = []
-    torch.manual_seed(0)
-    spoiling = ("index", "shape", "dtype", "device", "scalar", "type")
-    for op in op_db:
-        function = op.get_inplace()
-        if function is None:
-            continue
-        for number, sample in enumerate(list(itertools.islice(_samples(op), 3))):
-            spots = range(len(sample.args)) if isinstance(sample.input, torch.Tensor) else ()
-            for how, place in itertools.product(spoiling, spots):
-                args = [sample.input, *sample.args]
-                args[place + 1] = _spoil(args[place + 1], how)
-                if args[place + 1] is not sample.args[place]:
-                    name = f"{_full_name(op)}[{number}] argument {place}: {how}"
-                    found.append(InPlaceCase(name, function, tuple(args), dict(sample.kwargs)))
-    return tuple(found)

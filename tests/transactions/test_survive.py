@@ -92,15 +92,17 @@ def test_killed_in_each_phase_it_trains_as_if_nothing_had_happened(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_25_times_it_trains_as_if_nothing_had_happened(variant: str, tmp_path: Path) -> None:
-    runs = check(tmp_path, given=VARIANTS[variant])
+def test_killed_often_it_trains_as_if_nothing_had_happened(variant: str, tmp_path: Path) -> None:
+    """25 times with the first optimizer, a few times with the others."""
+    kills = 25 if variant == "fused" else 8
+    runs = check(tmp_path, given=VARIANTS[variant], kills=kills)
     scales = {line.split()[-1] for line in runs["calm"].values()}
     assert len(scales) == (5 if "float16" in VARIANTS[variant] else 1)  # it grows, and overflows
 
 
 @pytest.mark.slow
-def test_killed_25_times_on_one_of_two_ranks(tmp_path: Path) -> None:
-    check(tmp_path, ranks=2)
+def test_killed_on_one_of_two_ranks(tmp_path: Path) -> None:
+    check(tmp_path, ranks=2, kills=8)
 
 
 @pytest.mark.slow

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _OPTION = "--torchguard"
-_OVERLAP = "--torchguard-overlap"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--torchguard`` and ``--torchguard-overlap``."""
+    """Add ``--torchguard``."""
     group = parser.getgroup("torchguard")
     group.addoption(
         _OPTION,
@@ -34,21 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "as --torchguard=resize,out), and fail a test that leaves a tensor behind whose shape "
         "needs more memory than its storage has",
     )
-    group.addoption(
-        _OVERLAP,
-        action="store_true",
-        help="install the guard overlap as well, and fail a test in which an operation reads "
-        "memory that it writes, before it writes (torchguard.OverlapWarning as an error)",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Install what was asked for."""
     asked = config.getoption(_OPTION)
-    if config.getoption(_OVERLAP):
-        asked = "overlap" if asked is None else f"{asked},overlap"
-        # Put before those of the project's own settings, which may say otherwise for a test.
-        config.addinivalue_line("filterwarnings", "error::torchguard.OverlapWarning")
     if asked is None:
         return
     import torchguard  # noqa: PLC0415  only a session that asks for it pays for torch
@@ -86,26 +75,11 @@ class _Session:
         broken: list[Tensor] = []
         try:
             yield
-        finally:  # what a test that raises leaves is not that of the next one
-            broken += self._new_ones()
+        finally:  # a tensor of a test that raises is not one of the next test
+            broken += [tensor for tensor in _broken() if id(tensor) not in self._known]
+            self._known.update((id(tensor), tensor) for tensor in broken)
         if broken:
             pytest.fail("torchguard: " + _described(broken), pytrace=False)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        """Note what a fixture leaves that raises or skips: its test is not called."""
-        try:
-            yield
-        except BaseException:
-            # The look takes some tenths of a second; a test that is marked runs no fixture.
-            if not {"skip", "skipif"} & {each.name for each in item.iter_markers()}:
-                self._new_ones()
-            raise
-
-    def _new_ones(self) -> list[Tensor]:
-        broken = [tensor for tensor in _broken() if id(tensor) not in self._known]
-        self._known.update((id(tensor), tensor) for tensor in broken)
-        return broken
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what the guards did, if they did something."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -169,16 +168,6 @@ class TestNotCompiled:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             wrap(Doubles(), compile=False).warmup(torch.ones(8))
-
-
-def test_a_callback_refuses_what_is_not_bucketed() -> None:
-    session = importlib.import_module("torchguard.integrations").Session
-    refused = r"buckets\['encoder'\] is of type Doubles, which has no stats\(\)"
-    with pytest.raises(TypeError, match=refused):
-        session("resize", buckets={"encoder": Doubles()})
-    with pytest.raises(TypeError, match=r"buckets is of type Doubles, expected \{name: what"):
-        session("resize", buckets=Doubles())
-    assert session("resize", buckets={"encoder": wrap(Doubles())})._metrics()
 
 
 class Tagger(nn.Module):

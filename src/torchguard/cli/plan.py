@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, total_cost
 from torchguard.bucketing.fit import best_ladders, costs_of
-from torchguard.bucketing.histogram import Observed, Sizes, batch_maxima, observe
+from torchguard.bucketing.histogram import Observed, batch_maxima, observe
 from torchguard.bucketing.steps import Steps, count_steps, full_batches
 from torchguard.cli import interrupted, positive_int, write
-from torchguard.cli.sizes import FORMATS, read_sizes
 from torchguard.errors import SaveError
 
 _COUNTS, _ROWS = 32, 8  # of the table
@@ -28,15 +29,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="find the bucket sizes that waste least on the lengths in a file",
         description="Find the bucket sizes that waste least padding on observed lengths, and show "
         "what other numbers of buckets and other rules would waste.",
-        epilog="Files: .npy, .txt (integers between blanks), .csv, .json (a list, a list of "
-        "objects, or {length: how often}). Exit status: 0, or 2 on bad usage or a bad file.",
+        epilog="Files: .npy, or text with integers between blanks or commas. Exit status: 0, or 2 "
+        "on bad usage or a bad file.",
     )
     add = parser.add_argument
     number: dict[str, Any] = {"type": positive_int, "metavar": "N"}
     add("file", nargs="?", default="-", help="the lengths; - for standard input")
     add("--buckets", default=8, help="default: 8", **number)
-    add("--column", metavar="NAME", help="the column of a CSV or JSON file")
-    add("--format", choices=FORMATS, help="default: by the file's ending or content")
     add("--cost", choices=("linear", "quadratic"), default="linear")
     add("--multiple-of", default=1, help="align sizes", **number)
     add("--maximum", help="the longest there can be: the largest bucket", **number)
@@ -65,7 +64,7 @@ def _print_buckets(options: argparse.Namespace) -> None:
             "give one of them"
         )
     name = "standard input" if options.file == "-" else options.file
-    single = observed = observe(_read(options, name), name)
+    single = observed = observe(_read(options.file, name), name)
     if options.batch > 1:
         observed = observe(batch_maxima(_histogram(single), options.batch, name), name)
     if options.maximum is not None and options.maximum < observed.sizes[-1]:
@@ -89,17 +88,19 @@ def _print_buckets(options: argparse.Namespace) -> None:
         write_text(options.json, f"{list(buckets)}\n")
 
 
-def _read(options: argparse.Namespace, name: str) -> Sizes:
-    if options.file == "-":
-        if sys.stdin.isatty():
-            sys.stderr.write("reading lengths from standard input; end with Ctrl-D\n")
-        return read_sizes(sys.stdin.buffer, name, options.format, options.column)
-    path = Path(options.file)
-    # An ending that is none of the known formats says nothing: then the content is looked at.
-    ending = path.suffix.lower().lstrip(".")
-    kind = options.format or (ending if ending in FORMATS else None)
-    with path.open("rb") as stream:
-        return read_sizes(stream, name, kind, options.column)
+def _read(file: str, name: str) -> NDArray[Any] | list[int]:
+    """Read the lengths in a file of numpy, or in a text."""
+    if file == "-" and sys.stdin.isatty():
+        sys.stderr.write("reading lengths from standard input; end with Ctrl-D\n")
+    content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    if content.startswith(b"\x93NUMPY"):
+        array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        return array.reshape(-1)
+    try:
+        text = content.decode("utf-8-sig")
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ValueError(f"{name}: neither a .npy file nor a text of integers: {error}") from None
 
 
 def _histogram(observed: Observed) -> dict[int, float]:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
-import importlib.machinery
-import io
 import os
-import pkgutil
 import runpy
 import sys
 import types
@@ -29,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run",
         usage="%(prog)s [-h] [--guards NAMES] (script.py | -m module) [arguments ...]",
         help="run a program with the guards on",
-        description="Install guards, then run a program as `python` would.",
+        description="Install guards, then run a script or a module.",
         epilog="Exit status: the program's own; 2 on bad usage. If a guard did something, a "
         "summary on stderr says so at the end. Workers forked or spawned by "
         "multiprocessing have the guards, interpreters started by subprocess do not.",
@@ -54,15 +50,13 @@ def _main(options: argparse.Namespace) -> int:
         del arguments[0]
     if not arguments:
         options.parser.error("expected a script, or -m and a module, to run")
+    if options.module is None and not Path(arguments[0]).is_file():
+        options.parser.error(f"can't open file {arguments[0]!r}")
     # Before the program is read: `from torch import add` in it has to find what is installed.
     install_everywhere(guards)
     _report_at_exit()
-    program = run_script if options.module is None else run_module
-    try:
-        program(arguments[0], arguments[1:])
-    except BaseException:
-        hide_own_frames()
-        raise
+    run = _run_script if options.module is None else _run_module
+    run(arguments)
     return 0
 
 
@@ -97,93 +91,39 @@ def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
 
 # ---- running the program ----
 #
-# The program is __main__: it finds its own arguments, folder and exit status, its classes can be
-# pickled, and its tracebacks start at its own first line. Workers that it forks or spawns with
-# multiprocessing have the guards too. Other interpreters that it starts with subprocess do not.
+# The program is __main__: it finds its own arguments, folder and exit status, and its classes can
+# be pickled. Workers that it forks or spawns with multiprocessing have the guards too.
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Run a file, or a folder or archive with a ``__main__.py``: ``python script arguments``."""
-    sys.argv = [script, *arguments]
-    # As python does for __file__: any ".." stays.
-    # https://docs.python.org/3/whatsnew/3.9.html#other-language-changes
-    path = os.path.join(os.getcwd(), script)  # noqa: PTH109, PTH118 - pathlib drops "./"
-    if pkgutil.get_importer(path) is not None:
-        _set_first_path(path, also_if_safe=True)
-        _execute_module("__main__", alter_argv=False)
-        return
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        why = f"[Errno {error.errno}] {error.strerror}"
-        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: {why}\n")
-        sys.exit(2)
-    _set_first_path(str(Path(path).resolve().parent))
-    compiled = pkgutil.read_code(io.BytesIO(content))  # of a .pyc file
-    code = compiled or compile(content, path, "exec", dont_inherit=True)
+def _run_script(arguments: list[str]) -> None:
+    """Run a file: ``python script arguments``."""
+    sys.argv = arguments
+    path = Path(arguments[0]).absolute()
+    # `python -P`, since 3.11, and `python -I` leave out the program's folder.
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = str(path.resolve().parent)
     names = _new_main()
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    names.update(__file__=path, __cached__=None, __loader__=loader)
-    exec(code, names)  # noqa: S102 - running the program is the point
+    names["__file__"] = str(path)
+    exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), names)  # noqa: S102 - the point
 
 
-def run_module(name: str, arguments: list[str]) -> None:
+def _run_module(arguments: list[str]) -> None:
     """Run a module, or a package with a ``__main__``: ``python -m name arguments``."""
-    sys.argv = ["-m", *arguments]  # what packages imported on the way see, as under `python -m`
-    _execute_module(name, alter_argv=True)
-
-
-def _execute_module(name: str, *, alter_argv: bool) -> None:
-    """Run a module as the interpreter does: its own function knows what can't be run, and why."""
+    sys.argv = ["-m", *arguments[1:]]  # `python -m` shows this to packages imported on the way
     _new_main()
-    # Private to Python, and what `python -m` itself calls; runpy.run_module puts __main__ back.
+    # Private to Python; `python -m` itself calls it. runpy.run_module removes its __main__ again.
     # https://github.com/python/cpython/blob/v3.13.0/Lib/runpy.py#L173
     run: Any = vars(runpy)["_run_module_as_main"]
-    run(name, alter_argv)
+    run(arguments[0])
 
 
 def _new_main() -> dict[str, Any]:
     """Give the program a ``__main__`` of its own, and return the names in it."""
     module = types.ModuleType("__main__")
-    names = module.__dict__
-    loader = importlib.machinery.BuiltinImporter  # what packages imported on the way see
-    names.update(__builtins__=builtins, __loader__=loader)
-    if sys.version_info < (3, 14):  # later ones compute it when it is read (PEP 649)
-        names["__annotations__"] = {}
-    # For good: exit handlers and threads of the program still need their __main__. What a
-    # spawned worker sends back names it __mp_main__, as multiprocessing did when it was imported.
+    # For good: exit handlers and threads of the program still need their __main__. The results of
+    # a spawned worker call it __mp_main__, as multiprocessing did when it was imported.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    return names
-
-
-def hide_own_frames() -> None:
-    """Let the interpreter report what the program has raised, from the program's first line on."""
-    hook = sys.excepthook
-
-    def report(
-        kind: type[BaseException], error: BaseException, frames: types.TracebackType | None
-    ) -> None:
-        while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
-            frames = frames.tb_next
-        hook(kind, error.with_traceback(frames), frames)
-
-    sys.excepthook = report
-
-
-def _is_ours(file: str) -> bool:
-    """Whether a frame belongs to torchguard, or to what runs ``python -m torchguard``."""
-    if file.startswith("<frozen ") or file == runpy.__file__:
-        return True
-    return Path(file) in {Path(__file__), Path(__file__).parents[1] / "__main__.py"}
-
-
-def _set_first_path(path: str, *, also_if_safe: bool = False) -> None:
-    """Put the program's folder where ``python -m torchguard`` has put the current one."""
-    # `python -P` has none since 3.11, and `python -I` never has.
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        sys.path[0] = path
-    elif also_if_safe:
-        sys.path.insert(0, path)
+    return module.__dict__
 
 
 def install_everywhere(guards: tuple[GuardName, ...]) -> None:

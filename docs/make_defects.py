@@ -27,37 +27,45 @@ _FAMILIES = {
 }
 _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
 _CUT = (
-    "setStorage: sizes [4], strides [1], storage offset 0, and itemsize 4 requiring a storage size "
+    "setStorage: sizes [3], strides [1], storage offset 1, and itemsize 4 requiring a storage size "
     "of 16 are out of bounds for storage of size 0"
 )
 _SEEN = {
-    "csr-unchecked": "no error, or `Segmentation fault`",
+    "csr-unchecked": "`Sparse invariant checks are implicitly disabled` and a wrong number, or "
+    "`Segmentation fault`",
     "ctc-target": "no error, or `Segmentation fault`",
     "dcp-half-load": "`CheckpointException`, and then a model of two checkpoints",
     "dcp-overwrite": "at the next load, `CheckpointException` or a mix of two checkpoints",
     "frombuffer-lifetime": "no error, or `Segmentation fault`",
-    "index-partial": "`index 9 is out of bounds for dimension 0 with size 3`, then wrong gradients",
+    "index-partial": "`index 9 is out of bounds for dimension 0 with size 4`, then wrong gradients",
     "load-partial": "`Error(s) in loading state_dict for`, `size mismatch for`",
-    "mmap-load-save": "`Bus error`, and a file that does not load",
+    "mmap-load-save": "`Bus error`, and a file of 0 bytes",
     "numpy-readonly": "`The given NumPy array is not writable`, and then `Segmentation fault`",
     "numpy-view-share": "no error, or `Segmentation fault`",
-    "oom-retry": "`CUDA out of memory`, and then a loss that differs, or "
+    "oom-retry": "the error of the first try, and then a gradient that is twice too large, or "
     "`unscale_() has already been called on this optimizer since the last update()`",
-    "optimizer-init-partial": "`CUDA out of memory` in `optimizer.step()`, then another error",
-    "optimizer-partial": "`CUDA out of memory` in `optimizer.step()`",
+    "optimizer-init-partial": "an error in the first `optimizer.step()`, and then "
+    "`KeyError: 'exp_avg_sq'` in each further step",
+    "optimizer-partial": "an error in `optimizer.step()`, after which a part has moved",
     "optimizer-state-shape": "no error with `fused=True`, otherwise "
     "`The size of tensor a (4) must match the size of tensor b (64)`",
-    "scaler-init-partial": "`CUDA out of memory` in `scaler.step(optimizer)`",
-    "out-garbage": "the error of the call: `Trying to resize storage that is not resizable`",
-    "resize-locked": f"`Trying to resize storage that is not resizable`, then `{_CUT}`",
+    "scaler-init-partial": "an error in the first `scaler.scale(loss)`, and then "
+    "`Attempted unscale_ but _growth_tracker is None` in each further step",
+    "out-garbage": "the error of the call, such as `index out of range in self`, and then a "
+    "tensor of another shape",
+    "resize-locked": "`Trying to resize storage that is not resizable`, and then numbers of "
+    "foreign memory",
     "resize-shared": "`Segmentation fault`",
-    "storage-shrunk": f"`{_CUT}`, or `Segmentation fault`",
+    "storage-shrunk": f"`Segmentation fault`, or at a slice `{_CUT}`",
     "stride-overflow": "`Segmentation fault`",
     "int-div-zero": "`Floating point exception (core dumped)`",
     "checks-lost": "no error, or `device-side assert triggered`",
     "recompile-limit": "`torch._dynamo hit config.recompile_limit (8)`",
     "requires-grad-lies": "no error, or `element 0 of tensors does not require grad`",
 }
+NEED_A_GPU = ("cudagraph-shapes", "pad-reduction")
+"""Their reproducers were not run: the machine had no GPU."""
+
 _LIVE = {"closed", "detected", "open"}
 _INTRODUCTION = """\
 # Known PyTorch defects
@@ -121,6 +129,8 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     first = words[0].capitalize() if words[0].isalpha() else f"`{words[0]}`"
     yield " ".join([first, *words[1:]]) + ".\n"
     yield f"- You see: {_SEEN.get(row.id, 'no error')}"
+    if row.id in NEED_A_GPU:
+        yield "- Reproducer: not run, because it needs a GPU"
     does = "Detected, not prevented, by" if row.only_detects else "Closed by"
     yield f"- {does}: " + (f"`{guards_as_code(row.guards)}`" if row.guards else "no guard yet")
     if row.limits:

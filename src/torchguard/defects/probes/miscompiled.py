@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchguard.defects.catalog import Defect, NotRunHere
+from torchguard.defects.catalog import NotRunHere
 from torchguard.defects.probes import compile_defect, issues
 
 _Program = Callable[..., Any]
 
+_miscompiled = partial(compile_defect, guards=("verified",))
 
-def _miscompiled(
-    summary: str,
+
+def _difference(
+    program: _Program,
     run: Callable[[_Program], Tensor],
-    *,
     sentence: str = "compiled gives {compiled} where eager gives {eager}",
-    upstream: tuple[str, ...],
-    advice: str,
-) -> Callable[[_Program], Defect]:
-    """Turn a program into a defect: what ``run`` returns of it differs, eager and compiled."""
-
-    def of_program(program: _Program) -> Defect:
-        @compile_defect(summary, upstream=upstream, guards=("verified",), advice=advice)
-        @functools.wraps(program)
-        def probe() -> str | None:
-            eager, compiled = run(program), run(torch.compile(program))
-            if torch.equal(eager, compiled):
-                return None
-            return sentence.format(compiled=compiled.tolist(), eager=eager.tolist())
-
-        return probe
-
-    return of_program
+) -> str | None:
+    """Compare the tensor that ``run`` returns of a program, eager and compiled."""
+    eager, compiled = run(program), run(torch.compile(program))
+    if torch.equal(eager, compiled):
+        return None
+    return sentence.format(compiled=compiled.tolist(), eager=eager.tolist())
 
 
 def _argument_after_it(make: Callable[[], Tensor]) -> Callable[[_Program], Tensor]:
@@ -63,85 +53,87 @@ def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
 
 @_miscompiled(
     "compiled: an index write into x, then an update that reads x flipped, goes wrong",
-    _argument_after_it(lambda: torch.arange(4.0)),
     upstream=issues(198270, 198033),
     advice="Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
     "and copy the result into x outside the compiled function.",
 )
-def permuted_read(values: Tensor) -> None:
+def permuted_read() -> str | None:
     """Write at indices, then add the flipped tensor, which becomes one loop with the copy into x.
 
     Inductor's scheduler looks for the reads under the name of the input, but after the index write
     the same memory has the name of that write (``Scheduler.fusable_weak_dep``). In-place foreach
     operators do the same by another way.
     """
-    values[torch.arange(4)] = values * 2
-    values.add_(values.flip(0))
 
+    def program(values: Tensor) -> None:
+        values[torch.arange(4)] = values * 2
+        values.add_(values.flip(0))
 
-@_miscompiled(
-    "compiled: x[1:] = x[:-1].clone() becomes a copy over overlapping memory",
-    _argument_after_it(lambda: torch.arange(4.0)),
-    upstream=issues(197829),
-    advice="Return torch.cat((x[:1], x[:-1])) from the compiled function and copy it into x "
-    "outside.",
-)
-def shift_overlap(values: Tensor) -> None:
-    """Shift by one: inductor removes the clone as a no-op while the graph is still functional.
-
-    The reinplacing pass then makes ``x[1:].copy_(x[:-1])`` of it, and does not look at overlap.
-    """
-    values[1:] = values[:-1].clone()
+    return _difference(program, _argument_after_it(lambda: torch.arange(4.0)))
 
 
 @_miscompiled(
     "compiled: an in-place update through F.dropout(x, training=False) is lost",
-    _argument_after_it(lambda: torch.zeros(2)),
-    sentence="compiled leaves {compiled} where eager leaves {eager}",
     upstream=issues(195422),
     advice="Update the input itself, not what F.dropout returned.",
 )
-def mutation_dropped(values: Tensor) -> None:
+def mutation_dropped() -> str | None:
     """Add 1 through the dropout, which is the input itself; AOTAutograd traces a clone."""
-    functional.dropout(values, 0.5, training=False).add_(1)
+
+    def program(values: Tensor) -> None:
+        functional.dropout(values, 0.5, training=False).add_(1)
+
+    return _difference(
+        program,
+        _argument_after_it(lambda: torch.zeros(2)),
+        "compiled leaves {compiled} where eager leaves {eager}",
+    )
 
 
 @_miscompiled(
     "compiled: a clone taken between two writes to x holds both of them",
-    lambda program: program(torch.zeros(4)),
     upstream=issues(198094),
     advice="Compute out of place (y = x.index_fill(0, row, 1)) "
     "and copy the result into x outside the compiled function.",
 )
-def overwritten(values: Tensor) -> Tensor:
+def overwritten() -> str | None:
     """Return a clone taken between two writes, which inductor removes as a no-op.
 
     The reinplacing pass computes the first write in the input's own memory, because a later
     ``copy_`` writes that anyway. A functional ``slice_scatter`` ends the same way.
     """
-    values[0] = 1
-    between = values.clone()
-    values[1] = 2
-    return between
+
+    def program(values: Tensor) -> Tensor:
+        values[0] = 1
+        between = values.clone()
+        values[1] = 2
+        return between
+
+    return _difference(program, lambda program: program(torch.zeros(4)))
 
 
 @_miscompiled(
     "compiled: a value read through a dtype view is computed after a later write",
-    lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16),
     upstream=issues(198101),
     advice="Write the tensor that was viewed outside the compiled function.",
 )
-def dtype_view(values: Tensor) -> Tensor:
+def dtype_view() -> str | None:
     """Read through a dtype view, then fill the base: the read comes after the write.
 
     Where the element sizes differ, the result of ``aten.view.dtype`` has a name of its own. Before
     inductor writes an input it computes what is pending on the input's name
     (``GraphLowering.mark_buffer_mutated``), and what is pending on the view's name later.
     """
-    halves = values.view(torch.int16) * 2
-    halves.add_(4)
-    values.fill_(7)
-    return halves.view(torch.int32)
+
+    def program(values: Tensor) -> Tensor:
+        halves = values.view(torch.int16) * 2
+        halves.add_(4)
+        values.fill_(7)
+        return halves.view(torch.int32)
+
+    return _difference(
+        program, lambda program: program(torch.zeros(2, dtype=torch.int32)).view(torch.int16)
+    )
 
 
 def _swapped(program: _Program) -> Tensor:
@@ -152,17 +144,23 @@ def _swapped(program: _Program) -> Tensor:
 
 @_miscompiled(
     "compiled: swapping two tensors by way of a clone leaves both the same",
-    _swapped,
-    sentence="swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
     upstream=issues(198131),
     advice="Return the new values from the compiled function and copy them into their tensors "
     "outside.",
 )
-def snapshot_dropped(first: Tensor, second: Tensor) -> None:
+def snapshot_dropped() -> str | None:
     """Swap two tensors by way of a clone, for which ``remove_noop_ops`` takes ``first`` itself."""
-    saved = first.clone()
-    first.copy_(second)
-    second.copy_(saved)
+
+    def program(first: Tensor, second: Tensor) -> None:
+        saved = first.clone()
+        first.copy_(second)
+        second.copy_(saved)
+
+    return _difference(
+        program,
+        _swapped,
+        "swap gives {compiled[0]} and {compiled[1]}, eager {eager[0]} and {eager[1]}",
+    )
 
 
 def _write(row: Tensor, counts: Tensor) -> Tensor:
@@ -179,10 +177,9 @@ def _write(row: Tensor, counts: Tensor) -> Tensor:
     return rows
 
 
-@compile_defect(
+@_miscompiled(
     "compiled: a write into an expanded view, or at an index given twice, is wrong",
     upstream=issues(188084, 183986, 175791, 174074, 138908, 197582),
-    guards=("verified",),
     advice="Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
     "expanded view before writing into it.",
 )
@@ -205,28 +202,32 @@ def expand_duplicate() -> str | None:
 
 @_miscompiled(
     "compiled: x * 1, x + 0 and x / 1.0 return the input itself",
-    _argument_after_an_update_of_the_result,
-    sentence="logits / 1.0 returned logits: updating the result in place changed the input",
     upstream=issues(197893),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
-def noop_aliases(logits: Tensor) -> Tensor:
+def noop_aliases() -> str | None:
     """Return ``logits / 1.0``, which compiled is ``logits`` itself and no new tensor.
 
     Since 2.14 ``remove_no_ops`` (``torch/_inductor/fx_passes/joint_graph.py``) takes Python numbers
     as neutral elements too, and does not ask whether that makes an output an alias of an input.
     """
-    return logits / 1.0
+
+    def program(logits: Tensor) -> Tensor:
+        return logits / 1.0
+
+    return _difference(
+        program,
+        _argument_after_an_update_of_the_result,
+        "logits / 1.0 returned logits: updating the result in place changed the input",
+    )
 
 
 @_miscompiled(
     "compiled: the returned copy is the updated input itself, even through .clone()",
-    _argument_after_an_update_of_the_result,
-    sentence="x[0] = 1; return x.clone(): the result shares memory with x",
     upstream=issues(195451),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
-def result_aliases(x: Tensor) -> Tensor:
+def result_aliases() -> str | None:
     """Write into the argument and return a copy, which compiled is the argument.
 
     Inductor carries the update out in the input's own memory (``reinplace_inplaceable_ops`` in
@@ -234,8 +235,16 @@ def result_aliases(x: Tensor) -> Tensor:
     everywhere, also where the function returns it; a ``clone()`` in between is gone by then
     (``remove_noop_ops`` in ``post_grad.py``).
     """
-    x[0] = 1.0
-    return x.clone()
+
+    def program(x: Tensor) -> Tensor:
+        x[0] = 1.0
+        return x.clone()
+
+    return _difference(
+        program,
+        _argument_after_an_update_of_the_result,
+        "x[0] = 1; return x.clone(): the result shares memory with x",
+    )
 
 
 # --- a kernel that leaves something out
@@ -245,10 +254,9 @@ _N, _C, _P = 2, 4, 9
 _KEEP = 20  # two channels, and 2 pixels of the third
 
 
-@compile_defect(
+@_miscompiled(
     "compiled on CPU: BatchNorm, flatten and a cropping F.pad leave memory unwritten",
     upstream=issues(195582),
-    guards=("verified",),
     advice="Crop outside the compiled function, or to a whole number of channels.",
 )
 def bn_crop() -> str | None:
@@ -281,17 +289,19 @@ def _on_gpu(program: _Program) -> Tensor:
 
 @_miscompiled(
     "compiled, GPU: F.pad of a long sum loses its fill value (flash attention cu_seqlens)",
-    _on_gpu,
-    sentence="bounds of one sequence: {compiled}, not {eager}",
     upstream=issues(189895),
     advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
 )
-def pad_reduction(mask: Tensor) -> Tensor:
+def pad_reduction() -> str | None:
     """Return where each sequence of a batch begins and ends (B + 1) from its mask (B, T).
 
     A long sum is split in two kernels. Where the second one pads too, it reads the sum from a
     register, but ``TritonOverrides.masked`` (``torch/_inductor/codegen/triton.py``) leaves the fill
     value to a masked load: wrong from 2.8 to 2.13, for one sequence of 8193 to 16384 tokens.
     """
-    ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
-    return functional.pad(ends, (1, 0))
+
+    def program(mask: Tensor) -> Tensor:
+        ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
+        return functional.pad(ends, (1, 0))
+
+    return _difference(program, _on_gpu, "bounds of one sequence: {compiled}, not {eager}")

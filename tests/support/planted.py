@@ -12,7 +12,7 @@ import pytest
 
 import torchguard
 from torchguard.defects import all_defects
-from torchguard.defects.diagnosis import DoctorProgress, DoctorReport, Row
+from torchguard.defects.diagnosis import DoctorReport, Row
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time
@@ -138,7 +138,7 @@ def installed(folder: Path) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-STEPS: list[DoctorProgress] = []
+STEPS: list[Row] = []
 """What ``progress`` was called with for the report of every planted defect."""
 
 

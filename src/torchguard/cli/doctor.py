@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shutil
 import sys
 import textwrap
@@ -13,7 +14,6 @@ from typing import TextIO
 from torchguard.cli import interrupted, positive_float, positive_int, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects, built_in_ids
 from torchguard.defects.diagnosis import (
-    DoctorProgress,
     DoctorReport,
     Environment,
     Row,
@@ -60,11 +60,13 @@ def _main(options: argparse.Namespace) -> int:
     # doctor() selects too: here a wrong name is bad usage, with the options that there are.
     try:
         with silence:
-            select(all_defects(), options.only, options.family)
+            chosen = select(all_defects(), options.only, options.family)
     except ValueError as error:
         options.parser.error(str(error))  # exits with 2
     # A program that reads the document wants nothing else.
-    progress = None if options.json and not sys.stderr.isatty() else shown_on(sys.stderr)
+    progress = None
+    if sys.stderr.isatty() or not options.json:
+        progress = shown_on(sys.stderr, len(chosen))
     try:
         with silence:
             limits = {"jobs": options.jobs, "timeout": options.timeout}
@@ -80,18 +82,14 @@ def _main(options: argparse.Namespace) -> int:
     return report.exit_status
 
 
-def shown_on(stream: TextIO) -> Callable[[DoctorProgress], None]:
+def shown_on(stream: TextIO, total: int) -> Callable[[Row], None]:
     """Give a function for ``doctor(progress=...)`` that prints a line for each finished row."""
-    announced = False
+    stream.write(f"{total} defects to probe\n")
+    stream.flush()
+    numbers = itertools.count(1)
 
-    def show(step: DoctorProgress) -> None:
-        nonlocal announced
-        if not announced:
-            announced = True
-            stream.write(f"{step.total} defects to probe\n")
-        if step.row is not None:
-            width = len(str(step.total))
-            stream.write(f"[{step.done:>{width}}/{step.total}] {one_line(step.row)}\n")
+    def show(row: Row) -> None:
+        stream.write(f"[{next(numbers):>{len(str(total))}}/{total}] {one_line(row)}\n")
         stream.flush()
 
     return show

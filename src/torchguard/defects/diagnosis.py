@@ -101,7 +101,7 @@ class DoctorReport:
         return 1 if self.failed else 0
 
     def to_json(self) -> str:
-        """Write the report as one JSON document; :meth:`from_json` reads it."""
+        """Write the report as one JSON document."""
         document = {
             "format": FORMAT,
             "exit_status": self.exit_status,
@@ -110,46 +110,13 @@ class DoctorReport:
         }
         return json.dumps(document, indent=2, ensure_ascii=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> DoctorReport:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: if the document is of another format.
-
-        """
-        document = json.loads(text)
-        found = document.get("format") if isinstance(document, dict) else None
-        if found != FORMAT:
-            raise ValueError(f"expected a doctor's report of format {FORMAT}, got format {found!r}")
-        rows = []
-        for values in document["rows"]:
-            # JSON has lists where a row has tuples, and objects where it has verdicts.
-            values |= {name: tuple(values[name]) for name in ("upstream", "guards")}
-            values |= {name: Verdict(**values[name]) for name in ("bare", "guarded")}
-            rows.append(Row(**values))
-        return cls(rows=tuple(rows), environment=Environment(**document["environment"]))
-
-
-@dataclass(frozen=True)
-class DoctorProgress:
-    """What ``progress`` is called with, whenever a process starts or ends."""
-
-    done: int
-    total: int
-    running: tuple[str, ...]
-    """Identifiers of the defects that are being probed right now."""
-
-    row: Row | None
-    """The row that has just been completed, if one was."""
-
 
 @public
 def doctor(
     only: Iterable[str] | None = None,
     family: Family | None = None,
     *,
-    progress: Callable[[DoctorProgress], None] | None = None,
+    progress: Callable[[Row], None] | None = None,
     jobs: int | None = None,
     timeout: float = 120.0,
 ) -> DoctorReport:
@@ -161,7 +128,7 @@ def doctor(
     Args:
         only: identifiers of the defects to probe; all of them if None.
         family: probe this family only: ``"memory"``, ``"compile"`` or ``"gradient"``.
-        progress: called with a :class:`DoctorProgress` whenever a process starts or ends.
+        progress: called with each row when it is complete.
         jobs: how many processes run side by side; as many as there are cores, at most 8, if None.
         timeout: seconds after which a probe is killed and its row says ``timeout``.
 
@@ -234,7 +201,7 @@ class _Examination:
     def __init__(
         self,
         chosen: list[Defect | BrokenDefect],
-        progress: Callable[[DoctorProgress], None],
+        progress: Callable[[Row], None],
         workers: int,
     ) -> None:
         self._chosen = chosen
@@ -242,7 +209,6 @@ class _Examination:
         self._defects = {row.id: row for row in chosen if isinstance(row, Defect)}
         self._bare: dict[str, Verdict] = {}
         self._rows: dict[str, Row] = {}
-        self._running: dict[str, None] = {}  # in the order in which they started
         self._workers = workers
 
     def run(self, folder: str, timeout: float) -> DoctorReport:
@@ -265,32 +231,23 @@ class _Examination:
             for event in happening:
                 if event.task != ENVIRONMENT:
                     self._handle(self._defects[event.task.id], event)
-                elif event.verdict is not None:
+                else:
                     described = event.verdict
         rows = tuple(self._rows[row.id] for row in self._chosen)
         return DoctorReport(rows, _environment(described))
 
     def _handle(self, defect: Defect, event: Event) -> None:
-        verdict, row = event.verdict, None
-        if verdict is None:
-            self._running[defect.id] = None
+        verdict = event.verdict
+        if event.task.guarded:
+            self._report(_row(defect, self._bare[defect.id], verdict))
+        elif verdict.live and defect.guards:
+            self._bare[defect.id] = verdict  # the guarded run follows
         else:
-            self._running.pop(
-                defect.id, None
-            )  # not there if the supervisor ended before it came to it
-            if event.task.guarded:
-                row = _row(defect, self._bare[defect.id], verdict)
-            elif verdict.live and defect.guards:
-                self._bare[defect.id] = verdict  # the guarded run follows
-            else:
-                row = _row(defect, verdict, None)
-        self._report(row)
+            self._report(_row(defect, verdict, None))
 
-    def _report(self, row: Row | None) -> None:
-        if row is not None:
-            self._rows[row.id] = row
-        step = DoctorProgress(len(self._rows), len(self._chosen), tuple(self._running), row)
-        self._progress(step)
+    def _report(self, row: Row) -> None:
+        self._rows[row.id] = row
+        self._progress(row)
 
 
 def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:

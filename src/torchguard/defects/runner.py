@@ -89,10 +89,10 @@ class Verdict:
 
 
 class Event(NamedTuple):
-    """A process has started (no verdict yet) or ended."""
+    """A process has ended."""
 
     task: Task
-    verdict: Verdict | None = None
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,8 @@ def run(schedule: Schedule) -> Generator[Event]:
     left = dict.fromkeys(schedule.tasks)
     with contextlib.closing(_from_supervisor(schedule)) as events:
         for event in events:
-            if event.verdict is not None:
-                del left[event.task]
-                left |= dict.fromkeys(schedule.follow_up(event.task, event.verdict))
+            del left[event.task]
+            left |= dict.fromkeys(schedule.follow_up(event.task, event.verdict))
             yield event
     for task in left:
         text = "the process that starts the probes has ended"
@@ -159,7 +158,7 @@ def _from_supervisor(schedule: Schedule) -> Generator[Event]:
             supervisor.stdin.flush()
         for line in supervisor.stdout:
             task, verdict = json.loads(line)
-            yield Event(Task(*task), None if verdict is None else Verdict(**verdict))
+            yield Event(Task(*task), Verdict(**verdict))
     finally:
         # An end of file on its input is what tells the supervisor to end its children.
         with contextlib.suppress(BrokenPipeError):
@@ -233,8 +232,7 @@ def _run_all(schedule: Schedule, processes: Any, channel: int, doctor_is_gone: C
     """Keep ``schedule.workers`` processes running until every task has a verdict."""
 
     def send(event: Event) -> None:
-        verdict = None if event.verdict is None else asdict(event.verdict)
-        os.write(channel, f"{json.dumps([event.task, verdict])}\n".encode())
+        os.write(channel, f"{json.dumps([event.task, asdict(event.verdict)])}\n".encode())
 
     waiting, started = deque(schedule.tasks), 0
     running: list[_Running] = []
@@ -243,7 +241,6 @@ def _run_all(schedule: Schedule, processes: Any, channel: int, doctor_is_gone: C
             while waiting and len(running) < schedule.workers:
                 running.append(_Running(started, waiting.popleft(), schedule, processes))
                 started += 1
-                send(Event(running[-1].task))
             # A spawned process that leaves a child behind may end without its sentinel being
             # ready: the child has the other end of that pipe. So each is looked at once a second.
             ready = wait([doctor_is_gone, *(each.sentinel for each in running)], _LOOK)

@@ -175,8 +175,6 @@ class Verdict:
     """What a comparison has found."""
 
     differences: tuple[Difference, ...] = ()
-    strain: float = 0.0
-    """The largest difference as a share of what is allowed; 0 means equal to the last bit."""
 
     @property
     def equal(self) -> bool:
@@ -212,7 +210,7 @@ def judge(
             return _errors("backward", None, candidate.backward_error)
         comparison.gradients(reference, candidate)
         comparison.buffers(reference, candidate)
-    return Verdict(tuple(comparison.found), comparison.strain)
+    return Verdict(tuple(comparison.found))
 
 
 def _errors(part: Part, reference: Exception | None, candidate: Exception | None) -> Verdict:
@@ -245,7 +243,6 @@ class _Comparison:
         self.policy = policy
         self.exact = exact
         self.found: list[Difference] = []
-        self.strain = 0.0
 
     def values(self, part: Part, pairs: Any, floor: float = 0.0) -> None:
         """Compare pairs of values: tensors, and what else a function may return."""
@@ -332,8 +329,6 @@ class _Comparison:
         tolerance = self.policy.tolerance(expected.dtype, expected.device.type)
         off, allowed = _distance(part, expected, actual, tolerance, floor)
         if bool((off <= allowed).all()):  # NaN is not
-            strain = torch.where(off > 0, off / allowed, 0.0)
-            self.strain = max(self.strain, float(strain.max()) if strain.numel() else 0.0)
             return None
         if self._as_near_as_eager(part, key, expected, actual, tolerance):
             return None

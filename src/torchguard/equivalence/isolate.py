@@ -126,8 +126,6 @@ class UndoMutations(TorchDispatchMode):
     def __init__(self, *, deterministic: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._deterministic = deterministic
-        self.operators: set[str] = set()
-        """The names of the operators that ran."""
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._versions: list[tuple[torch.Tensor, int | None]] = []
         self._own: set[int] = set()
@@ -138,7 +136,6 @@ class UndoMutations(TorchDispatchMode):
         if not is_overload:  # a higher-order operator, such as flex_attention
             return func(*args, **kwargs)
         schema = schema_of(func)
-        self.operators.add(schema.name)
         given = _tensors((*args, *kwargs.values()))
         self._copy_what_is_written(schema, args, kwargs)
         if self._deterministic and torch.Tag.nondeterministic_seeded in func.tags:
@@ -292,7 +289,6 @@ def run_undoing_mutations(
                     for place, value in enumerate(given.leaves)
                     if isinstance(value, torch.Tensor) and storage_address(value) in watch.mutated
                 ),
-                operators=frozenset(watch.operators),
             )
         finally:
             watch.undo()

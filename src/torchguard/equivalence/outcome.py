@@ -74,9 +74,6 @@ class Outcome:
     random: bool = False
     """Whether the RNG state has changed; that is the whole process's."""
 
-    operators: frozenset[str] = frozenset()
-    """The names of the operators that ran, where they were watched."""
-
     overlaps: list[Any] = field(default_factory=list)
     """The calls of a reference whose operands overlapped what they wrote, for ``warn_of``."""
 

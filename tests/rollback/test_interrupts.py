@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import threading
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,6 +145,36 @@ def test_a_signal_that_comes_before_the_first_is_deferred_is_raised_afterwards(
     with pytest.raises(Interrupt):
         process.roll_back(done.append, "restored")
     assert done == ["restored"]
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if "rollback_on_error" not in name])
+def test_an_interrupt_at_any_moment_of_a_failing_call_leaves_the_tensor_whole(name: str) -> None:
+    """Also one that comes while PyTorch's function runs: Python raises it in front of the undo."""
+    way, chance = WAYS[name], random.Random(0)  # noqa: S311
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    arrived = 0
+    try:
+        with way.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(400):
+                tensor = _tensor()
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 1e-4))
+                    with contextlib.suppress(RuntimeError):
+                        way.call(tensor)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupt:
+                    arrived += 1
+                with torch._C.DisableTorchFunction():
+                    assert tuple(tensor.shape) == (3, 4)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert arrived > 20
 
 
 def test_another_thread_rolls_back_too() -> None:

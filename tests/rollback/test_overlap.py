@@ -241,6 +241,32 @@ def test_what_overlaps_itself_is_refused_as_before() -> None:
         x.add_(1)
 
 
+# ---- a call that PyTorch refuses, and one that it computes right ----
+
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a value of another shape": lambda x: x.__setitem__(True, x.expand(5, 1, 3, 4)),
+    "shapes that do not broadcast": lambda x: x.sub_(x[:, :2]),
+    "rows that do not fit": lambda x: x.__setitem__(slice(2), x[1:, :2]),
+    "an output that overlaps itself": lambda x: torch.add(x, 1, out=x[:1].expand(3, 4)),
+    "a leaf": lambda x: x.requires_grad_().mul_(x[:, :1]),
+    "a list of another length": lambda x: torch._foreach_add_([x[0], x[1]], [x[1]]),
+}
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_said_of_a_call_that_is_refused(name: str, action: Any) -> None:
+    call = REFUSED[name]
+    with pytest.raises(Exception) as plain:  # noqa: PT011
+        call(torch.ones(3, 4))
+    with torchguard.install("overlap"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action, OverlapWarning)
+        with pytest.raises(plain.type) as guarded:
+            call(torch.ones(3, 4))
+    assert not caught
+    assert str(guarded.value) == str(plain.value)
+
+
 # PyTorch computes each right in every layout: an element is read for all places and keeps its
 # value when its own place is written, or an operator reads each element before it writes it.
 RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -89,6 +89,29 @@ def written_attribute(self: Any, h: Tensor) -> Tensor:
     return h * self.total  # type: ignore[no-any-return]
 
 
+def written_in_a_tuple(self: Any, h: Tensor) -> Tensor:
+    first, (second,) = self.state
+    first.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    second += 1
+    return h * first * second  # type: ignore[no-any-return]
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    number: Tensor
+
+
+def written_in_a_named_tuple(self: Any, h: Tensor) -> Tensor:
+    self.pair.mean.add_(h.detach().mean(0))
+    return h * self.pair.mean  # type: ignore[no-any-return]
+
+
+def generators_in_containers(self: Any, h: Tensor) -> Tensor:
+    generator, others = self.generators
+    drawn = others["Python"].random() + others["numpy"][0].random()
+    return h * torch.rand(C, generator=generator) * drawn  # type: ignore[no-any-return]
+
+
 def cached_once(self: Any, h: Tensor) -> Tensor:
     if not hasattr(self, "cached"):
         self.cached = h.detach().clone()
@@ -135,6 +158,19 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "counter": block(counter, calls=int, last=tuple),
     "hidden state": block(hidden, hidden=lambda: None),
     "written attribute": block(written_attribute, total=lambda: torch.zeros(C)),
+    "written in a tuple": block(
+        written_in_a_tuple, state=lambda: (torch.ones(C), (torch.zeros(C),))
+    ),
+    "written in a named tuple": block(
+        written_in_a_named_tuple, pair=lambda: Pair(torch.ones(C), torch.zeros(1))
+    ),
+    "generators in containers": block(
+        generators_in_containers,
+        generators=lambda: [
+            torch.Generator().manual_seed(3),
+            {"Python": random.Random(3), "numpy": (np.random.default_rng(3),)},
+        ],
+    ),
     "cached once": block(cached_once),
     "own generator": block(
         lambda self, h: h * torch.rand(C, generator=self.generator),

@@ -37,6 +37,24 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
     warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
 
 
+def is_error(function: Callable[..., Any], overlap: Overlap) -> bool:
+    """Whether filters make an exception of the warning."""
+    if is_trial():
+        return False
+    (file, line), text, _ = _said_of(function, overlap, None)
+    module = file.removesuffix(".py")
+    for action, message, category, of_module, of_line in warnings.filters:
+        # As warnings.warn_explicit looks for the first that fits.
+        if (
+            issubclass(OverlapWarning, category)
+            and (message is None or message.match(text))
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action == "error"
+    return False
+
+
 def _said_of(
     function: Callable[..., Any], overlap: Overlap, place: Place | None
 ) -> tuple[Place, str, dict[Any, Any]]:

@@ -41,7 +41,11 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(*args, out=out, **kwargs)
         except BaseException as error:
-            roll_back(_undo, saved, error)
+            try:
+                roll_back(_undo, saved, error)
+            except BaseException:  # a signal came during the call
+                roll_back(_undo, saved, error)
+                raise
             name = getattr(original, "__name__", "an operator")  # what other code put here has none
             record("rolled_back", "out", f"{name}(out=) failed")
             raise

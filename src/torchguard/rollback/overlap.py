@@ -7,6 +7,7 @@ Here each operand that overlaps what is written is cloned first, and the line is
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch.overrides import has_torch_function
 
 from torchguard._torch import (
+    computing_unseen,
     has_python_out,
     operator_schemas,
     original_of,
@@ -28,7 +30,7 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.mutation import DUNDERS, writes_of
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
-from torchguard.equivalence.reference import warn_of
+from torchguard.equivalence.reference import is_error, warn_of
 
 SWITCH = patch.Switch()
 """Whether the guard "overlap" is on."""
@@ -65,11 +67,34 @@ def computed(
         given, named, overlap = separated(function, args, kwargs)
     if overlap is None:
         return call(*given, **named)
-    warn_of(function, overlap)  # where filters make it an error, nothing is written
-    return call(*given, **named)
+    if is_error(function, overlap):
+        _call_with_copies(function, given, named)
+        warn_of(function, overlap)
+    result = call(*given, **named)
+    warn_of(function, overlap)  # a call that PyTorch refuses has raised by now
+    return result
 
 
 _SEEN_BY_ALL = contextlib.nullcontext()
+
+
+def _call_with_copies(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise what the call would raise, and write nothing that it is given."""
+    memo: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [copied(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        new = copy.deepcopy(value.detach(), memo)  # with its storage
+        return new.requires_grad_(value.requires_grad and value.is_leaf)
+
+    with computing_unseen((*args, *kwargs.values())):
+        new = [tuple(copied(each)) if isinstance(each, tuple) else copied(each) for each in args]
+        function(*new, **{name: copied(value) for name, value in kwargs.items()})
 
 
 # ---- install("overlap") ----

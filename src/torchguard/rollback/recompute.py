@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._pytree import names_in, reachable
+from torchguard._pytree import names_in, reachable, with_children
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
@@ -46,8 +46,13 @@ from torchguard._torch.checkpointing import (
     run_to_the_end,
 )
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
-from torchguard.state.containers import restore_container, same_objects
-from torchguard.state.process import RNGState, generators_among, named_generators
+from torchguard.state.containers import (
+    generators_in,
+    may_hold_objects,
+    restore_container,
+    same_objects,
+)
+from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
 
 _Entries = dict[Any, Any]
@@ -72,26 +77,32 @@ class Block:
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
         self._code_copies = list(map(dict.copy, self._code))
         self._owners = [(each, type(each)) for each in open_modules]
-        # Each dict of a module, its entries now, and those that are not numbers or containers.
+        # Each dict of a module, its entries now, and those that may be or hold state.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
-        self._before = [
-            (d, d.copy(), [v for v in d.values() if type(v) not in _USUAL]) for d in dicts
-        ]
+        opened: list[Any] = []
+        members = set(map(id, chain.from_iterable(map(members_of, open_modules))))
+        self._before = [(d, d.copy(), _rare_values(d, opened, members)) for d in dicts]
         rare = [value for *_, values in self._before for value in values]
         copied = {
-            id(value): value
+            id(tensor): tensor
             for value in rare
-            if isinstance(value, Tensor) and not value.requires_grad and _is_state(value)
+            for tensor in _tensors_of(value)
+            if not tensor.requires_grad and _is_state(tensor)
         }
         self._are_views = any(base_of(each) is not None for each in copied.values())
         copies = _copies_of(copied.values(), are_views=self._are_views)
         self._copies = dict(zip(copied, copies, strict=True))
+        self._tuples = [
+            value
+            for value in rare
+            if isinstance(value, tuple) and any(id(t) in copied for t in _tensors_of(value))
+        ]
         self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             _, *others = named_generators().values()
-            generators = [*others, *generators_among(self._objects)]
+            generators = [*others, *generators_in((*self._objects, *opened))]
         self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +149,7 @@ class Block:
             # Copies of the copies, which a second backward begins from again.
             copies = _copies_of(self._copies.values(), are_views=self._are_views)
             again: dict[int, Any] = dict(zip(self._copies, copies, strict=True))
+            again |= {id(each): _with_copies(each, again) for each in self._tuples}
             try:
                 if may_differ:
                     _restore_all(self._code, self._code_copies)
@@ -248,6 +260,38 @@ _KINDS = {bool, int, float, complex, str, bytes, type(None), torch.Size}
 _CONTAINERS = {tuple, dict, OrderedDict, set, list, deque}
 _FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
+
+
+def _rare_values(entries: _Entries, opened: list[Any], members: set[int]) -> list[Any]:
+    """Return the values that are no number, string, container or parameter, or hold a tensor.
+
+    Containers that may hold a generator are added to ``opened``, except those of ``members``.
+    """
+    rare = []
+    for value in entries.values():
+        kind = type(value)
+        if kind in _CONTAINERS:
+            if value and id(value) not in members and may_hold_objects(value):
+                opened.append(value)
+                if kind is tuple and _tensors_of(value):
+                    rare.append(value)
+        elif kind not in _USUAL:
+            rare.append(value)
+    return rare
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in an attribute that is a tensor or a tuple."""
+    if isinstance(value, tuple):
+        return [tensor for each in value for tensor in _tensors_of(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a tuple whose tensors are replaced by their copies."""
+    if isinstance(value, tuple):
+        return with_children(value, {i: _with_copies(v, copies) for i, v in enumerate(value)})
+    return copies.get(id(value), value)
 
 
 def _is_state(value: Any) -> bool:
@@ -441,11 +485,11 @@ def safe_checkpoint(
     Python, numpy or a generator of its own, has wrong gradients.
 
     The second run begins with the hooks and children of the modules, with copies of the buffers,
-    with the attributes that are numbers, strings, functions, tensors, tuples or None, and with the
-    states of the generators in attributes; afterwards all of it is restored. Hooks that are on
-    during the forward only (adapters, steering) are on in the second run. Parameters and inputs are
-    not copied. A list, a file, and a tensor in a tuple or in a closure that a block writes are
-    written twice.
+    with the attributes that are numbers, strings, functions, tensors, tuples of these or None, and
+    with the states of the generators; afterwards all of it is restored. Hooks that are on during
+    the forward only (adapters, steering) are on in the second run. Generators are found in
+    attributes and in lists, dicts and tuples. Parameters and inputs are not copied. A list, a file
+    or a tensor in a closure that a block writes is written twice.
 
     Args:
         function: the block: a module, a method, a function.

@@ -50,7 +50,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
 
     # Named parameters instead of *size, and a comparison instead of a snapshot:
     # together they halve what a call pays that does not grow.
-    def resize_(
+    def resize_(  # noqa: C901  in one frame
         self: torch.Tensor,
         size: Any = _ABSENT,
         second: Any = _ABSENT,
@@ -99,7 +99,11 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
             return original(self, *sizes, **options)  # type: ignore[no-any-return]
         except BaseException:
             if saved is not None:
-                _fail(saved, operation, once=helper)
+                try:
+                    _fail(saved, operation, once=helper)
+                except BaseException:  # a signal came during the call
+                    _fail(saved, operation, once=helper)
+                    raise
             raise
 
     return resize_
@@ -141,7 +145,11 @@ def _guarded(
             return original(*args, **kwargs)
         except BaseException:
             if saved is not None:
-                _fail(saved, operation)
+                try:
+                    _fail(saved, operation)
+                except BaseException:  # a signal came during the call
+                    _fail(saved, operation)
+                    raise
             raise
 
     return guarded
@@ -244,7 +252,11 @@ def safe_resize_as_(
     try:
         return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
     except BaseException:
-        _fail(saved, "safe_resize_as_", once=True)
+        try:
+            _fail(saved, "safe_resize_as_", once=True)
+        except BaseException:  # a signal came during the call
+            _fail(saved, "safe_resize_as_", once=True)
+            raise
         raise
 
 
@@ -297,7 +309,11 @@ def safe_set_(
     try:
         return tensor.set_(**arguments)  # type: ignore[return-value]
     except BaseException:
-        _fail(saved, "safe_set_", once=True)
+        try:
+            _fail(saved, "safe_set_", once=True)
+        except BaseException:  # a signal came during the call
+            _fail(saved, "safe_set_", once=True)
+            raise
         raise
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchguard import _pytree
 from torchguard._pytree import ATOMS
-from torchguard.state.process import GENERATORS, access_of
+from torchguard.state.process import GENERATORS, Access, access_of, generators_among
 from torchguard.state.tensors import Snapshot, capture
 
 
@@ -48,6 +48,28 @@ def walk(roots: Iterable[Any]) -> Iterator[Any]:
         inside = children(node)
         if inside is not None:
             waiting.extend(child for _, child in inside)
+
+
+_MOST = 1000
+"""A container of more items is taken for data, in which no generators are looked for."""
+
+
+def generators_in(values: Iterable[Any]) -> list[Access]:
+    """Return how to read and set the generators among values and in containers of these."""
+    values = [each for each in values if type(each) not in ATOMS]
+    opened = [each for each in values if isinstance(each, _BUILT_IN) and may_hold_objects(each)]
+    return generators_among((*values, *walk(opened)))
+
+
+_BUILT_IN = (dict, list, tuple, set, frozenset, deque)
+
+
+def may_hold_objects(container: Any) -> bool:
+    """Whether a container is small, and not all that is in it are numbers and strings."""
+    if not 0 < len(container) <= _MOST:
+        return False
+    values = container.values() if isinstance(container, dict) else container
+    return not ATOMS.issuperset(map(type, values))
 
 
 # ---- tensors by path ----

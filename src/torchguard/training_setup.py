@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchguard._events import record, warn_user
 from torchguard._torch.eager import call_unseen, call_with_grad, has_own_dispatch
 from torchguard.errors import TrainingSetupWarning
+from torchguard.state.training import Modules
 
 _SHOWN = 3  # names
 _ELEMENTS = 1024  # of a parameter, by which a step is seen to move it
@@ -142,14 +143,13 @@ class FirstSteps:
         own = [m for m in modules if m.training and type(m).train is not nn.Module.train]
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         trained = [p for p in held if p.requires_grad] if own else []
-        training = [each.training for each in modules]
+        before = Modules(modules).snapshot()
         try:
             for each in own:
                 each.train()
             return [p for p in trained if not p.requires_grad]
         finally:
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
+            before.restore()
             for parameter in trained:
                 parameter.requires_grad_()
 

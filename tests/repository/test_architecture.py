@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assignment": {"equivalence", *TORCH},
     "state": TORCH,
     "equivalence": {"state", *TORCH},
-    "training_setup": TORCH,
+    "training_setup": {"state", *TORCH},
     **dict.fromkeys(ROOMS, SHARED),
     # A step and a state dict that fail are put back with what an operation is put back with.
     "checkpoint": {*SHARED, "rollback"},

@@ -9,18 +9,10 @@ training consists of is compared with a run that never failed.
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
-from torch.optim.lr_scheduler import LRScheduler
 
 import torchguard
 from support.small_training import (
@@ -35,7 +27,6 @@ from support.small_training import (
     identity_of,
     state_of,
 )
-from torchguard._torch import set_version
 
 __all__ = ["Case", "covering", "every_case"]  # for the benchmark
 
@@ -66,61 +57,6 @@ class zero_grad:  # noqa: N801  one of the ways, and those are functions
     def clean_up(self) -> None:
         for optimizer in self.training.optimizers:
             optimizer.zero_grad()
-
-
-class composer(zero_grad):  # noqa: N801  likewise
-    """Drop the gradients, and let the scaler forget what stage it is at."""
-
-    def clean_up(self) -> None:
-        super().clean_up()
-        self.training.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-
-class deep_copy(zero_grad):  # noqa: N801  likewise
-    """The reference: copy everything on entry, put all of it back."""
-
-    def __enter__(self) -> None:
-        t = self.training
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._copy([t.model, t.average, t.optimizers, t.schedulers, vars(t.scaler)], set())
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-        self._torch = torch.get_rng_state()
-        on_gpu = t.case.device == "cuda"
-        self._cuda = torch.cuda.get_rng_state() if on_gpu else None
-
-    def _copy(self, node: Any, seen: set[int]) -> None:
-        if id(node) in seen:
-            return
-        seen.add(id(node))
-        if isinstance(node, torch.Tensor):
-            self._tensors.append((node, node.detach().clone(), node._version, node.grad))
-            self._copy(node.grad, seen)
-        elif isinstance(node, dict):
-            lists = {key: [*value] for key, value in node.items() if isinstance(value, list)}
-            self._dicts.append((node, {**node, **lists}))
-            for each in node.values():
-                self._copy(each, seen)
-        elif isinstance(node, (list, tuple)):
-            for each in node:
-                self._copy(each, seen)
-        elif isinstance(node, (nn.Module, torch.optim.Optimizer, LRScheduler)):
-            self._copy(vars(node), seen)
-
-    def clean_up(self) -> None:
-        for node, before in self._dicts:
-            node.clear()
-            node.update(before)
-        with torch.no_grad():
-            for tensor, value, version, gradient in self._tensors:
-                tensor.copy_(value)
-                set_version(tensor, version)
-                tensor.grad = gradient
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
 
 
 def transaction(training: Training) -> AbstractContextManager[Any]:

@@ -133,11 +133,7 @@ def trace_as(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
         wrong = torch.compile(replaced[function.__name__], backend="eager")
         return original(wrong, function, backend)
 
-    def anew(check: Any, backend: Any) -> Any:
-        return torch.compile(replaced[check.function.__name__], backend=backend)
-
     monkeypatch.setattr(module, "compare_with_python", compare)
-    monkeypatch.setattr(module.AgainstPython, "_compiled_anew", anew)
 
 
 STATE: list[Any] = []

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from torchguard._events import record as record_event
 from torchguard._events import warn_user
 from torchguard._torch import (
+    CALLBACK_OF_CALL,
     compiled_call,
     compiles_inside,
-    inlined,
     is_entrance,
     is_error_of_compiler,
     patch,
@@ -29,18 +30,28 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.copies import bytes_of, overwrite_free_memory, why_not_copied
-from torchguard.equivalence.isolate import UndoMutations
 from torchguard.errors import MiscompilationError, MiscompilationWarning
-from torchguard.verification.backend import VerifiedBackend
+from torchguard.verification.backend import VerifiedBackend, comparison
 from torchguard.verification.graph import unlogged
-from torchguard.verification.reached import Reached
 from torchguard.verification.report import GraphRecord, first_of
 from torchguard.verification.reproduce_python import python_reproducer_of
-from torchguard.verification.undone import Run, UnverifiedError, judged, run_undone, thread
+from torchguard.verification.undone import Reached, Run, differences_of
 
 
 class _CompilesError(BaseException):
     """Ends a call that is about to compile, before any of it has run."""
+
+
+class _UnverifiedError(Exception):
+    """The call can't be compared; the text is the reason."""
+
+
+class _Thread(threading.local):
+    watched: AgainstPython | None = None
+    """Whose call this thread is in, if it ends when it compiles."""
+
+
+_thread = _Thread()
 
 
 @dataclass(eq=False)
@@ -78,7 +89,7 @@ class AgainstPython:
 
     def before_compiling(self) -> contextlib.AbstractContextManager[None]:
         """End the call if Dynamo is about to compile for it, and nothing of it has run so far."""
-        if thread.watched is self:
+        if _thread.watched is self:
             if is_entrance(sys._getframe(1), AgainstPython.call.__code__):
                 raise _CompilesError
             self._due = True
@@ -86,52 +97,51 @@ class AgainstPython:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call; if it compiles something, compare it first."""
-        if thread.runs == "python" or self._answer == "python":
+        if comparison.runs == "python" or self._answer == "python":
             return self.call_python(*args, **kwargs)
         if self._answer == "error":
             raise MiscompilationError(self._text)
-        if thread.runs:
+        if comparison.runs:
             return self.call_compiled(*args, **kwargs)
         self.calls += 1
         every = self.backend.checks.every
-        sampled = self._due or (every is not None and self.calls % every == 0)
-        if not sampled:
-            before, thread.watched = thread.watched, self
+        if not self._due and (every is None or self.calls % every):
+            before, _thread.watched = _thread.watched, self
             try:
                 return self.call_compiled(*args, **kwargs)
             except _CompilesError:
                 pass
             finally:
-                thread.watched = before
+                _thread.watched = before
         self._due = False
         # Disabled: a compiled function that has called us would trace what a check does.
         torch.compiler.disable(self._check)(args, kwargs)
         if self._answer != "compiled":
             return self.call(args, kwargs)
-        before, thread.watched = thread.watched, None
+        before, _thread.watched = _thread.watched, None
         try:
             return self.call_compiled(*args, **kwargs)
         finally:
-            thread.watched = before
+            _thread.watched = before
 
     # ---- the comparison ----
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare one call, and keep the record."""
         record, start = self.record, time.perf_counter()
-        before = thread.runs, thread.watched
-        found: tuple[Difference, ...] = ()
+        before, _thread.watched = _thread.watched, None
+        found: list[Difference] = []
         try:
             found = self._differences(args, kwargs)
-        except (UnverifiedError, torch.OutOfMemoryError) as reason:
+        except (_UnverifiedError, torch.OutOfMemoryError) as reason:
             self._leave(str(reason).partition("\n")[0])
         except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
             self._leave(f"the check raised {type(error).__name__}: {error}")
         else:
-            self._right = self.calls if not found else self._right
-            record.status = "verified" if not found else "mismatched"
+            self._right = self._right if found else self.calls
+            record.status, record.reason = "mismatched" if found else "verified", ""
         finally:
-            thread.runs, thread.watched = before
+            _thread.watched, comparison.runs = before, ""
             record.checks += 1
             record.seconds += time.perf_counter() - start
         if found:
@@ -141,41 +151,31 @@ class AgainstPython:
         if self.record.status == "compiled":
             self.record.status, self.record.reason = "unverified", reason
 
-    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Difference, ...]:
-        reached, watch = Reached(self.function, args, kwargs), UndoMutations(deterministic=False)
+    def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Difference]:
+        reached = Reached(self.function, args, kwargs)
         self._require_comparable(reached)
 
-        def run(function: Callable[..., Any], runs: str = "compiled") -> Run:
-            return run_undone(reached, watch, function, (args, kwargs), runs)
+        def as_python() -> Run:
+            comparison.runs = "python"
+            with _nothing_compiles():
+                return reached.run(self.call_python, args, kwargs)
 
-        python, compiled = run(self.call_python, "python"), run(self.call_compiled)
-        if python.outcome.error is not None and compiled.outcome.error is not None:
-            raise UnverifiedError(f"Python raises {type(python.outcome.error).__name__}")
-        if is_error_of_compiler(compiled.outcome.error):
-            raise UnverifiedError(f"it can't be compiled: {type(compiled.outcome.error).__name__}")
-        values = self.backend.draws_like_eager() or not python.outcome.random
-        found = judged(reached, python, compiled, values=values)
-        self.record.reason = ""
-        if not found:
-            return ()
-        overwrite_free_memory(list(python.outputs.values()))  # lest a torch.empty is the same again
-        if judged(reached, python, run(self.call_python, "python"), values=values):
-            # Such as memory that nothing has written: shapes can be compared.
-            values, found = False, judged(reached, python, compiled, values=False)
-            if not found:
-                raise UnverifiedError("Python itself does not give the same result twice")
-        if any(each.kind != "numbers" for each in found):
-            return found
-        # Rounding, if the function is right as Dynamo traces it and what runs is not out of date.
-        with unlogged():
-            compilers = "eager", self.backend.fallbacks()[0].compile
-            traced, again = (run(self._compiled_anew(each)) for each in compilers)
-        if judged(reached, python, traced, values=values) or judged(
-            reached, again, compiled, values=values
-        ):
-            return found
-        self.record.reason = f"by rounding: {'; '.join(first_of(found))}"
-        return ()
+        python = as_python()
+        comparison.runs = "compiled"
+        compiled = reached.run(self.call_compiled, args, kwargs)
+        if python.error is not None and compiled.error is not None:
+            raise _UnverifiedError(f"Python raises {type(python.error).__name__}")
+        if is_error_of_compiler(compiled.error):
+            raise _UnverifiedError(f"it can't be compiled: {type(compiled.error).__name__}")
+        found = differences_of(python, compiled)
+        if found:
+            # What Python does not do twice is not compared, such as reading unwritten memory.
+            overwrite_free_memory(python.outputs)
+            unsteady = {
+                (each.part, each.key, each.kind) for each in differences_of(python, as_python())
+            }
+            found = [each for each in found if (each.part, each.key, each.kind) not in unsteady]
+        return found
 
     def _require_comparable(self, reached: Reached) -> None:
         reason, limit = reached.problem, self.backend.checks.max_bytes
@@ -187,15 +187,11 @@ class AgainstPython:
         if reason is None and limit is not None and (size := bytes_of(reached.tensors)) > limit:
             reason = f"what it reaches has {size:,} bytes, max_bytes is {limit:,}"
         if reason is not None:
-            raise UnverifiedError(reason)
+            raise _UnverifiedError(reason)
 
-    def _compiled_anew(self, backend: Any) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(
-            inlined(self.python), backend=backend, dynamic=self.backend.dynamic
-        )
-        return compiled
-
-    def _report(self, found: Sequence[Difference], args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _report(
+        self, found: list[Difference], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Warn or raise, as ``on_mismatch`` says, and decide what runs from now on."""
         record, action = self.record, self.backend.checks.on_mismatch
         record.differences = tuple(map(str, found))
@@ -216,6 +212,24 @@ class AgainstPython:
         record_event("miscompiled", "verified", lines[0].rstrip(":"))
         if action != "raise":
             warn_user(self._text, MiscompilationWarning)
+
+
+@contextlib.contextmanager
+def _nothing_compiles() -> Iterator[None]:
+    """Let this thread run what others have compiled, such as ``flex_attention``, as Python."""
+    guard = f"against python in thread {threading.get_ident()}"
+    patch.apply(guard, {CALLBACK_OF_CALL: _none_in_python})
+    try:
+        yield
+    finally:
+        patch.undo(guard, leave_conflicts=True)
+
+
+def _none_in_python(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _callback_from_stance(callback: Any) -> Any:
+        return None if comparison.runs == "python" else original(callback)
+
+    return _callback_from_stance
 
 
 # ---- what verified() returns ----

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchguard._pytree import flatten, names_in
+from torchguard._pytree import names_in
 from torchguard.equivalence.copies import tensors_of
 from torchguard.verification.report import GraphRecord
 from torchguard.verification.reproduce import (
@@ -36,36 +36,30 @@ from torch import device, inf, nan
 
 {sources}
 
+
 def inputs():
     torch.manual_seed(0)
 {inputs}
 
 
 def run(function):
-    """Return what can be seen of one run: the result, and the arguments after it."""
-    args, kwargs = inputs()
+    """Return the result and the arguments after it; None if it raises."""
+    *args, kwargs = inputs()
     try:
         return [function(*args, **kwargs), args, kwargs]
-    except Exception as error:
-        return type(error).__name__
+    except Exception:
+        return None
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        kinds = a.shape == b.shape and a.dtype == b.dtype and a.requires_grad == b.requires_grad
-        return kinds and torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b if isinstance(a, (int, float, str)) else type(a) is type(b)
-
-
-python, compiled = run({name}), run(torch.compile({name}, backend="eager"))
-wrong = not same(python, compiled)
+wrong = "no difference"
+try:
+    compiled = run(torch.compile({name}, backend="eager"))
+    torch.testing.assert_close(compiled, run({name}), rtol=1e-4, atol=1e-4, equal_nan=True)
+except AssertionError as error:
+    wrong = f"compiled gives something else than Python: {{error}}"
 if __name__ == "__main__":
-    print(f"Python gives {{python}}\\ncompiled gives {{compiled}}" if wrong else "no difference")
-    raise SystemExit(wrong)
+    print(wrong)
+    raise SystemExit(wrong != "no difference")
 '''
 
 
@@ -80,7 +74,7 @@ def python_reproducer_of(
         text = _script(function, args, kwargs, record)
         scope: dict[str, Any] = {"__name__": "reproducer"}
         exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
-        if not scope["wrong"]:
+        if scope["wrong"] == "no difference":
             return "none: a function that is compiled anew is right, so earlier calls matter"
         folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,84 +89,53 @@ def python_reproducer_of(
 def _script(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], record: GraphRecord
 ) -> str:
-    if not isinstance(function, FunctionType):
-        raise NoScriptError(f"a script has no {type(function).__name__} to call, only functions")
-    leaves, _ = flatten((tuple(args), dict(kwargs)))
-    if any(isinstance(each, torch.nn.Module) for each in leaves):
-        raise NoScriptError("an argument is a module")
-    elements = sum(tensor.numel() for tensor in tensors_of(leaves))
-    lines = input_lines(leaves, written_out=elements <= MOST_WRITTEN_OUT).splitlines()[:-1]
-    tree = _expression((tuple(args), dict(kwargs)), iter(range(len(leaves))))
+    given = [*args, *kwargs.values()]
+    for each in given:
+        if not isinstance(each, torch.Tensor) and not _is_literal(each):
+            raise NoScriptError(f"an argument is a {type(each).__name__}")
+    elements = sum(tensor.numel() for tensor in tensors_of(given))
+    inputs = input_lines([*given], written_out=elements <= MOST_WRITTEN_OUT).splitlines()[:-1]
+    names = [f"input_{place}" for place in range(len(given))]
+    keywords = zip(kwargs, names[len(args) :], strict=True)
+    by_name = ", ".join(f"{key!r}: {name}" for key, name in keywords)
+    inputs.append(f"    return [{', '.join([*names[: len(args)], f'{{{by_name}}}'])}]")
     sources: dict[str, str] = {}
-    _write(function.__name__, function, sources)
-    name = "function" if function.__name__ == "<lambda>" else function.__name__
+    _write(function, sources)
     return _SCRIPT.format(
         version=torch.__version__,
         differences="\n".join(record.differences).replace("\\", "/").replace('"""', "'''"),
-        sources="\n\n".join(sources.values()),
-        inputs="\n".join([*lines, f"    return {tree}"]),
-        name=name,
+        sources="\n\n\n".join(sources.values()),
+        inputs="\n".join(inputs),
+        name=function.__name__,
     )
 
 
-def _expression(tree: Any, numbers: Any) -> str:
-    """Write a tree of arguments whose leaves are ``input_0`` and so on."""
-    if type(tree) is dict:
-        items = [f"{key!r}: {_expression(each, numbers)}" for key, each in tree.items()]
-        return f"{{{', '.join(items)}}}"
-    if type(tree) in {tuple, list}:
-        items = [f"{_expression(each, numbers)}, " for each in tree]
-        return f"({''.join(items)})" if type(tree) is tuple else f"[{''.join(items)}]"
-    if flatten(tree)[1] is not None:
-        raise NoScriptError(f"an argument is a {type(tree).__name__}")
-    return f"input_{next(numbers)}"
-
-
-def _write(name: str, value: Any, sources: dict[str, str]) -> None:
-    """Write what the script calls ``name``, and before it the globals that this needs."""
-    if name in sources:
-        return
+def _write(function: Any, sources: dict[str, str]) -> None:
+    """Write a function of a module, without decorators, behind the globals that it needs."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not isinstance(function, FunctionType) or not name.isidentifier():
+        raise NoScriptError(f"{name} is not a function of a module")
     sources[name] = ""
-    if isinstance(value, ModuleType) or getattr(value, "__module__", None) in _LIBRARIES:
-        sources[name] = import_of(name, value)
-        return
-    if not isinstance(value, (FunctionType, type)):
-        if _literal(repr(value)) != value:
-            raise NoScriptError(f"it uses {name}, which is a {type(value).__name__}")
-        sources[name] = f"{name} = {value!r}"
-        return
-    methods = vars(value).values() if isinstance(value, type) else (value,)
-    for method in (each for each in methods if isinstance(each, FunctionType)):
-        cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
-        scope = method.__globals__ | {key: cell.cell_contents for key, cell in cells}
-        for needed in (*names_in(method.__code__), *method.__code__.co_freevars):
-            if needed in scope and needed not in {"torch", "__class__", name}:
-                _write(needed, scope[needed], sources)
-    del sources[name]  # behind what it needs
-    sources[name] = _source(value)
-
-
-_LIBRARIES = {"math", "functools", "itertools", "operator", "collections", "dataclasses", "torch"}
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return NoScriptError
-
-
-def _source(value: Any) -> str:
-    """Return the source of a function or a class without decorators; a lambda gets a name."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    except (OSError, TypeError, SyntaxError) as error:
-        raise NoScriptError(f"the source of {value.__name__} can't be read") from error
-    if getattr(value, "__name__", "") == "<lambda>":
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
-        if len(found) != 1:
-            raise NoScriptError("it is one of several lambdas on a line")
-        return f"function = {ast.unparse(found[0])}"
-    node: Any = tree.body[0]
+    for needed in names_in(function.__code__):
+        value = function.__globals__.get(needed, torch)
+        if needed in sources or value is torch:
+            continue
+        if isinstance(value, ModuleType):
+            sources[needed] = import_of(needed, value)
+        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            _write(value, sources)
+        elif _is_literal(value):
+            sources[needed] = f"{needed} = {value!r}"
+        else:
+            raise NoScriptError(f"it uses {needed}, which is a {type(value).__name__}")
+    del sources[name]
+    node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     node.decorator_list = []
-    return ast.unparse(node)
+    sources[name] = ast.unparse(node)
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False

@@ -1,198 +1,306 @@
-"""One call as plain Python and compiled, each undone; and what is compared of the two runs."""
+"""One call, undone: what it can reach, how that is after a run, and what differs in two runs."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 
-from torchguard._torch import CALLBACK_OF_CALL, patch
+from torchguard._pytree import ATOMS, names_in
+from torchguard._torch import base_of, version_of
+from torchguard._torch.eager import members_of
 from torchguard.equivalence.compare import PADDING, Difference, judge
-from torchguard.equivalence.copies import sharing_of
-from torchguard.equivalence.isolate import (
-    OperandsFirst,
-    UndoMutations,
-    isolated,
-    module_state_restored,
-    rng_state_restored,
-)
-from torchguard.equivalence.outcome import Outcome, Output, send_backward
-from torchguard.state.process import RNGState, ThreadModes
-from torchguard.verification.reached import MISSING, Reached, leaves_of
+from torchguard.equivalence.isolate import module_state_restored, rng_state_restored
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
+from torchguard.state.containers import Containers, children
+from torchguard.state.process import GENERATORS, ThreadModes
+from torchguard.state.tensors import Gradients, capture
+from torchguard.state.training import has_attributes
+
+_MOST = 1000
+"""A container of more items is taken for data: its length is compared."""
+
+_CONTAINERS = (dict, list, deque, set)
+_PLAIN = (*ATOMS, torch.dtype, torch.device, torch.Size)
+_OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
+"""The attributes in which every module keeps members and hooks."""
 
 _POLICY = replace(PADDING, metadata=True)
-"""Wide: what compilers round is the business of the check of each graph."""
+"""Wide: both runs are eager, and Dynamo may write a number in another precision."""
+
+_MISSING: Any = type("nothing", (), {"__repr__": lambda _: "nothing"})()
+"""Stands for a value that one run has and the other does not."""
 
 
-class UnverifiedError(Exception):
-    """The call can't be compared; the text is the reason."""
+@dataclass
+class Run:
+    """What a run has left, by path; afterwards everything is as before again."""
+
+    error: Exception | None = None
+    backward_error: Exception | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    """What it has changed of what it reaches."""
+
+    gradients: dict[Any, Gradient] = field(default_factory=dict)
+    reached: Reached | None = None
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The results alone."""
+        return list(self.results.values())
 
 
-class _Thread(threading.local):
-    watched: Any = None
-    """Whose call this thread is in, if it ends when it compiles."""
+class Reached:
+    """What a call can reach: arguments, closure, defaults, and what modules and objects hold.
 
-    runs: str = ""
-    """``python`` or ``compiled`` during the runs of a comparison."""
-
-
-thread = _Thread()
-
-
-class Run(NamedTuple):
-    """One run of a call, undone afterwards."""
-
-    outcome: Outcome
-    outputs: dict[str, Any]
-    state: dict[str, Any]
-
-
-# ---- runs ----
-
-
-def run_undone(
-    reached: Reached,
-    watch: UndoMutations,
-    function: Callable[..., Any],
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    runs: str,
-) -> Run:
-    """Run a call as ``python`` or as ``compiled``, and restore all that it has changed.
-
-    ``watch`` copies the memory that Python writes; what is compiled is expected to write that too.
+    Of the globals that functions of the program name, the modules, tensors, containers, classes,
+    and functions of the same file.
     """
-    is_python = runs == "python"
-    thread.watched, thread.runs = None, runs
-    reached.snapshot()
-    with contextlib.ExitStack() as scope:
-        for restore in (watch.undo, reached.restore, ThreadModes.capture().restore):
-            scope.callback(restore)
-        if is_python:
-            scope.enter_context(_nothing_compiles())
-            scope.enter_context(isolated(reached.modules))
-        else:
-            # isolated() changes the cache of autocast, which Dynamo guards on.
-            scope.enter_context(module_state_restored(reached.modules))
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        called = function.forward if isinstance(function, torch.nn.Module) else function
+        try:
+            given = inspect.signature(called).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            given = {"args": args, "kwargs": kwargs}
+        self._roots = {"self" if called is not function else "": function, **given}
+        nodes = list(walk(self._roots))
+        self._before = dict(_leaves(nodes))
+        self._nodes = [node for _, node in nodes]
+        tensors = {id(n): (path, n) for path, n in reversed(nodes) if isinstance(n, torch.Tensor)}
+        self.names = [path for path, _ in tensors.values()]
+        self.tensors: list[torch.Tensor] = [tensor for _, tensor in tensors.values()]
+        self.problem = next(filter(None, (_problem(path, node) for path, node in nodes)), None)
+
+    def run(self, function: Callable[..., Any], args: Iterable[Any], kwargs: Any) -> Run:
+        """Run the call, and restore all that it has changed."""
+        modules = [each for each in self._nodes if isinstance(each, torch.nn.Module)]
+        found = Run(reached=self)
+        with contextlib.ExitStack() as scope:
+            scope.callback(ThreadModes.capture().restore)
+            # Not isolated(): that changes the cache of autocast, on which Dynamo guards.
+            scope.callback(torch.clear_autocast_cache)
+            scope.enter_context(module_state_restored(modules))
             scope.enter_context(rng_state_restored())
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                scope.callback(torch.clear_autocast_cache)
-        outcome, states, returned = Outcome(), RNGState.capture(), None
-        with watch if is_python else contextlib.nullcontext():
+            scope.callback(self._snapshot())
+            edges = self._edges()
             try:
-                with OperandsFirst() if is_python else contextlib.nullcontext():
-                    returned = function(*given[0], **given[1])
+                returned = function(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it raises is its outcome
-                outcome.error = error.with_traceback(None)
-            *drawn, _, of_numpy = states.changed()  # Python's numbers are the same in both
-            outcome.random = any(drawn) or of_numpy
-            outputs = leaves_of(returned)
-            _send_backward(reached, outcome, outputs, retain_graph=is_python)
-        results = [(f"output {path}", each) for path, each in outputs.items()]
-        outcome.sharing = sharing_of([*reached.given(), *results])
-        return Run(outcome, _copied(outputs), _copied(reached.changes(watch.mutated)))
+                found.error = error.with_traceback(None)
+                return found
+            results = dict(_leaves(walk({"result": returned})))
+            self._send_backward(found, results, edges)
+            found.results = {path: _copied(leaf) for path, leaf in results.items()}
+            now = dict(_leaves(walk(self._roots)))
+            found.state = {
+                path: _copied(now.get(path, _MISSING))
+                for path in {**self._before, **now}
+                if self._is_changed(self._before.get(path, _MISSING), now.get(path, _MISSING))
+            }
+        return found
+
+    def before(self, path: str) -> Any:
+        """Return what was there before the runs."""
+        return self._before.get(path, _MISSING)
+
+    def _snapshot(self) -> Callable[[], None]:
+        saved = [capture(each, data=True, autograd=True) for each in self.tensors]
+        self._versions = {id(each.tensor): each.version for each in saved}
+        histories = [each.grad_fn for each in self.tensors]
+        gradients = Gradients(self.tensors)
+        held = [each for each in self._nodes if isinstance(each, (*_CONTAINERS, *GENERATORS))]
+        held += [vars(each) for each in self._nodes if _is_object(each)]
+        containers = Containers(held, skip=self.tensors, data=False)
+        cells = [cell for each in self._nodes for cell in _cells(each).values()]
+        contents = [cell.cell_contents for cell in cells]
+
+        def restore() -> None:
+            for cell, content in zip(cells, contents, strict=True):
+                cell.cell_contents = content
+            containers.restore()
+            for tensor, history in zip(self.tensors, histories, strict=True):
+                # Else the history of the run would stay in front of the one that is copied in.
+                if tensor.grad_fn is not history and base_of(tensor) is None:
+                    tensor.detach_()
+            for each in saved:
+                each.restore()
+            gradients.restore()
+
+        return restore
+
+    def _is_changed(self, before: Any, now: Any) -> bool:
+        if not isinstance(now, torch.Tensor):
+            return type(before) is not type(now) or bool(before != now)
+        version = version_of(now)
+        return before is not now or version is None or version != self._versions.get(id(now))
+
+    def _edges(self) -> dict[int, Any]:
+        """Return where gradients arrive; a tensor with a history may get another by the call."""
+        edge = torch.autograd.graph.get_gradient_edge
+        pairs = [(place, each) for place, each in enumerate(self.tensors) if each.requires_grad]
+        return {place: each if each.is_leaf else edge(each) for place, each in pairs}
+
+    def _send_backward(self, found: Run, results: Mapping[str, Any], edges: Any) -> None:
+        ends = [each for each in (*results.values(), *self.tensors) if _has_history(each)]
+        try:
+            found.gradients = send_backward(
+                list(map(Output, {id(each): each for each in ends}.values())),
+                edges,
+                dict(enumerate(self.names)),
+                retain_graph=True,
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - likewise
+            found.backward_error = error.with_traceback(None)
 
 
-def _send_backward(
-    reached: Reached, outcome: Outcome, outputs: Mapping[str, Any], *, retain_graph: bool
-) -> None:
-    if (view := reached.rebased_view()) is not None:
-        raise UnverifiedError(f"it writes {view}, a view that has a history")
-    ends = list(map(Output, (*outputs.values(), *reached.rebased())))
-    names = dict(enumerate(reached.names))
-    try:
-        outcome.gradients = send_backward(
-            ends, reached.sources, names, retain_graph=retain_graph, without=reached.behind
+def differences_of(reference: Run, candidate: Run) -> list[Difference]:
+    """Compare two runs, of which one at most has raised."""
+    results = list({**reference.results, **candidate.results})
+    state = list({**reference.state, **candidate.state})
+
+    def outcome(run: Run) -> Outcome:
+        assert run.reached is not None
+        return Outcome(
+            outputs=[_comparable(run.results.get(path, _MISSING)) for path in results],
+            inputs=[_comparable(run.state.get(path, run.reached.before(path))) for path in state],
+            gradients=run.gradients,
+            error=run.error,
+            backward_error=run.backward_error,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - likewise
-        outcome.backward_error = error.with_traceback(None)
 
-
-def _copied(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors among leaves: the next run may write them."""
-    return {
-        path: each.detach().clone().requires_grad_(each.requires_grad)
-        if isinstance(each, torch.Tensor)
-        else each
-        for path, each in leaves.items()
-    }
-
-
-def judged(
-    reached: Reached, reference: Run, candidate: Run, *, values: bool = True
-) -> tuple[Difference, ...]:
-    """Compare two runs; without ``values`` what depends on random numbers is left out."""
-    errors = [type(run.outcome.error) for run in (reference, candidate)]
-    if len(set(errors)) > 1 and type(None) not in errors:
-        what = f"raises {errors[1].__name__}, Python raises {errors[0].__name__}"
-        return (Difference("run", None, what, "error"),)
-    outputs = {**reference.outputs, **candidate.outputs}
-    state = {**reference.state, **candidate.state}
-
-    def aligned(run: Run) -> Outcome:
-        before = reached.before
-        return replace(
-            run.outcome,
-            outputs=[_comparable(run.outputs.get(p, MISSING), values=values) for p in outputs],
-            inputs=[
-                _comparable(run.state.get(p, before.get(p, MISSING)), values=values) for p in state
-            ],
-            gradients=run.outcome.gradients if values else {},
-        )
-
-    names = {"outputs": list(outputs), "inputs": list(state), "gradients": reached.names}
-    return tuple(
-        replace(each, key=names[each.part][each.key].removeprefix("self."))
+    assert reference.reached is not None
+    names = {"outputs": results, "inputs": state, "gradients": reference.reached.names}
+    return [
+        replace(each, key=names[each.part][each.key])
         if each.part in names and isinstance(each.key, int)
         else each
-        for each in judge(aligned(reference), aligned(candidate), _POLICY).differences
-    )
+        for each in judge(outcome(reference), outcome(candidate), _POLICY).differences
+    ]
 
 
-def _comparable(leaf: Any, *, values: bool) -> Any:
-    if isinstance(leaf, float):  # rounded as a tensor was
-        leaf = torch.tensor(leaf, dtype=torch.float32)
-    if values or not isinstance(leaf, (torch.Tensor, int, complex)):
-        return leaf
+def _has_history(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy a tensor, which the next run may write."""
     if not isinstance(leaf, torch.Tensor):
-        return type(leaf).__name__
-    shape = (0,) * leaf.dim()
-    return torch.empty(shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(
-        leaf.requires_grad
-    )
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-# ---- runs as Python compile nothing ----
-
-_python_runs = 0
-
-
-@contextlib.contextmanager
-def _nothing_compiles() -> Iterator[None]:
-    """Let this thread run what others have compiled, such as ``flex_attention``, as Python."""
-    # Under a dispatch mode Dynamo would leave such a function uncompiled for good.
-    global _python_runs
-    with patch.lock:
-        _python_runs += 1
-        patch.apply("against python", {CALLBACK_OF_CALL: _none_in_python})
-    try:
-        yield
-    finally:
-        with patch.lock:
-            _python_runs -= 1
-            if not _python_runs:
-                patch.undo("against python", leave_conflicts=True)
+def _comparable(leaf: Any) -> Any:
+    # Dynamo may compute a float in another precision than Python.
+    return torch.tensor(leaf, dtype=torch.float32) if isinstance(leaf, float) else leaf
 
 
-def _none_in_python(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _callback_from_stance(callback: Any) -> Any:
-        return None if thread.runs == "python" else original(callback)
+# ---- what can be reached ----
 
-    return _callback_from_stance
+
+def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield by path everything that can be reached; what is reached twice is opened once."""
+    seen: dict[int, Any] = {}
+    waiting = deque(roots.items())
+    while waiting:
+        path, node = waiting.popleft()
+        yield path, node
+        if type(node) in ATOMS or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        waiting.extend(((path + step).lstrip("."), part) for step, part in _inside(node))
+
+
+def _inside(node: Any) -> list[tuple[str, Any]]:
+    """Return how Python reaches what an object holds."""
+    if isinstance(node, torch.Tensor):
+        return [(".grad", node.grad)] if node.is_leaf and node.grad is not None else []
+    if isinstance(node, MethodType):
+        return [(".self", node.__self__), ("", node.__func__)]
+    if isinstance(node, (*_CONTAINERS, tuple)) and len(node) > _MOST:
+        return []
+    parts: dict[str, Any] = {}
+    if isinstance(node, type):
+        mro = node.__mro__ if not _is_of_library(node) else ()
+        owned = [item for kind in mro if not _is_of_library(kind) for item in vars(kind).items()]
+        parts = {k: v for k, v in owned if isinstance(v, _CONTAINERS) and k[:2] != "__"}
+    elif isinstance(node, FunctionType):
+        parts = _held_by(node)
+    elif isinstance(node, torch.nn.Module):
+        parts = {name: part for members in members_of(node) for name, part in members.items()}
+        parts |= {name: part for name, part in vars(node).items() if name not in _OF_MODULES}
+        parts["__class__"] = type(node)
+    elif not isinstance(node, (set, frozenset)) and (inside := children(node)) is not None:
+        return [(f"[{k!r}]" if type(k) in ATOMS else f"[{type(k).__name__}]", v) for k, v in inside]
+    elif _is_object(node):
+        parts = {**vars(node), "__class__": type(node)}
+    return [(f".{name}", part) for name, part in parts.items()]
+
+
+def _held_by(function: FunctionType) -> dict[str, Any]:
+    """Return by name what a function of the program holds, or one that wraps such a function."""
+    wrapped = getattr(function, "__wrapped__", None)
+    found: dict[str, Any] = {} if wrapped is None else {"__wrapped__": wrapped}
+    if _is_of_library(function):
+        return found
+    owners = function.__globals__
+    for name in names_in(function.__code__):
+        value = owners.get(name)
+        of_file = isinstance(value, FunctionType) and value.__globals__ is owners
+        if of_file or isinstance(value, (torch.Tensor, torch.nn.Module, type, *_CONTAINERS)):
+            found[name] = value
+    found |= {name: cell.cell_contents for name, cell in _cells(function).items()}
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return found | {f"default {place}": value for place, value in enumerate(defaults)}
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """Return the cells of a function's closure that are not empty."""
+    if not isinstance(function, FunctionType) or _is_of_library(function):
+        return {}
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in pairs if repr(cell).find(": empty>") < 0}
+
+
+def _is_object(node: Any) -> bool:
+    return has_attributes(node) and not _is_of_library(type(node))
+
+
+def _is_of_library(node: Any) -> bool:
+    """Whether Python, PyTorch or this package has made a class or a function."""
+    # Not __module__ of a function, which a wrapper takes from what it wraps.
+    owner = node.__globals__.get("__name__") if isinstance(node, FunctionType) else node.__module__
+    return str(owner).partition(".")[0] in {"torch", "torchguard", *sys.stdlib_module_names}
+
+
+def _leaves(nodes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield what is compared of each object itself: its value, its length, or its class."""
+    for path, node in nodes:
+        if isinstance(node, (torch.Tensor, *_PLAIN)):
+            yield path, node
+        elif isinstance(node, (set, frozenset)) and ATOMS.issuperset(map(type, node)):
+            yield path, frozenset(node)
+        elif isinstance(node, (*_CONTAINERS, tuple)):
+            yield f"len({path})", len(node)
+        else:
+            yield path, type(node).__qualname__
+
+
+def _problem(path: str, node: Any) -> str | None:
+    if isinstance(node, torch.optim.Optimizer):
+        return f"{path} is an optimizer, whose steps can't be run twice"
+    if isinstance(node, Iterator):
+        return f"{path} is an iterator, which can't be read twice"
+    return None

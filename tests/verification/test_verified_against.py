@@ -316,6 +316,55 @@ def test_a_write_into_a_tensor_with_a_history() -> None:
     torch.testing.assert_close(found, run(scales))
 
 
+class Layer:
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+class Cache:
+    seen: list[int] = []  # noqa: RUF012 - that it is shared is the point
+
+    def __init__(self) -> None:
+        self.layers = [Layer()]
+
+
+def test_objects_inside_objects_and_names_of_the_closure_change_once() -> None:
+    cache, calls = Cache(), 0
+
+    def appends_to(x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        cache.layers[0].keys.append(x)
+        Cache.seen.append(1)
+        return torch.cat(cache.layers[0].keys)
+
+    Cache.seen.clear()
+    compiled = against(appends_to)
+    for number in (1, 2):
+        found, _ = said(compiled, torch.ones(2), cache)
+        assert found.shape == (2 * number,)
+        assert [len(cache.layers[0].keys), calls, len(Cache.seen)] == [number] * 3
+
+
+@pytest.mark.parametrize("place", [slice(None), slice(1, None)])
+def test_a_view_with_a_history_that_is_written(place: Any) -> None:
+    def run(function: Any) -> torch.Tensor:
+        w = torch.full((3,), 3.0, requires_grad=True)
+        x = w * 2
+        (function(x[place], w[place]).sum() + x.sum()).backward()
+        assert w.grad is not None
+        return w.grad
+
+    def scales(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.mul_(w)
+        return x + 1
+
+    compiled = against(scales)
+    found, texts = said(lambda: run(compiled))
+    assert texts == []
+    torch.testing.assert_close(found, run(scales))
+
+
 def test_random_numbers_are_those_of_one_run() -> None:
     torch.manual_seed(3)
     want = functional.dropout(torch.ones(20))

@@ -23,7 +23,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/test.stamp ## show five failures, in PyTorch and with torchguard
+demo: $(VENV)/test.stamp ## show six failures, in PyTorch and with torchguard
 	$(BIN)/python -m torchguard demo
 
 doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them

@@ -18,17 +18,20 @@ NAMES = [act.name for act in demo._ACTS]
 
 
 @pytest.fixture(scope="module")
-def shown() -> str:
-    """What the whole demo prints."""
-    line = [sys.executable, "-m", "torchguard", "demo"]
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the whole demo prints, and its picture."""
+    picture = tmp_path_factory.mktemp("demo") / "losses.png"
+    line = [sys.executable, "-m", "torchguard", "demo", "--picture", str(picture)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert not done.stderr
-    return done.stdout
+    return done.stdout, picture
 
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
-def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(shown: str, number: int) -> None:
-    act = shown.split("\n\n")[number].splitlines()
+def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(
+    shown: tuple[str, Path], number: int
+) -> None:
+    act = shown[0].split("\n\n")[number].splitlines()
     assert act[0].startswith(f"{number + 1}. ")
     assert act[2].startswith("   LOST  PyTorch: ")
     assert act[3].startswith(f"   kept  {demo._ACTS[number].guard}: ")
@@ -36,8 +39,24 @@ def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(shown: str, number:
     assert (ROOT / "docs" / demo._ACTS[number].page).with_suffix(".md").exists()
 
 
-def test_it_counts_the_losses(shown: str) -> None:
-    assert shown.splitlines()[-1].startswith("Lost: 5 of 5 in PyTorch, 0 with torchguard")
+def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> None:
+    text, picture = shown
+    assert text.splitlines()[-1].startswith("Lost: 6 of 6 in PyTorch, ")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"the losses: {picture}" in text
+
+
+@pytest.mark.parametrize("name", ["no/losses.png", "losses.unknown"])
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
+    curves = {"bare": [1.0, 2.0], "guarded": [1.0, 2.0]}
+    assert "the losses are not drawn: " in demo._drawn(curves, str(tmp_path / name))
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install matplotlib" in demo._drawn({}, str(tmp_path / "losses.png"))
 
 
 def test_an_act_that_dies_is_lost() -> None:
@@ -45,6 +64,6 @@ def test_an_act_that_dies_is_lost() -> None:
         [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    failed, text = demo._ended(process)
+    failed, text, _ = demo._ended(process)
     assert failed
     assert text == "the process ended with -9"

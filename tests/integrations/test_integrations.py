@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchguard
-from torchguard import InconsistentTensorError
+from torchguard import InconsistentTensorError, _events
+from torchguard.integrations import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROWS = 8
@@ -32,12 +33,34 @@ def failed_resize() -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-@pytest.mark.parametrize("how", ["trains", "breaks"])
+def buckets() -> dict[str, Any]:
+    """Return a bucketed function that has been called, by the name it is logged by."""
+
+    @torchguard.bucketed(dims={"x": {0: "t"}}, buckets=torchguard.Buckets([8]))
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    for length in (4, 4, 8):
+        double(torch.ones(length))
+    return {"encoder": double}
+
+
+METRICS = {"torchguard/encoder/calls": 3, "torchguard/encoder/waste": 0.5}
+
+
+def test_a_flag_is_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_events, "_events", {})  # what other tests have made happen
+    names = [each.rpartition("/")[2] for each in Session(buckets=buckets())._metrics()]
+    assert sorted(names) == ["calls", "compile_seconds", "graphs", "waste"]
+
+
+@pytest.mark.parametrize("how", ["with buckets", "breaks"])
 def test_lightning(how: str, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from torchguard.integrations.lightning import GuardCallback  # noqa: PLC0415
 
     shapes: list[tuple[int, ...]] = []
+    logged: list[dict[str, float]] = []
 
     class Model(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
@@ -55,10 +78,14 @@ def test_lightning(how: str, tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
+    class Logger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc,name-defined]
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            logged.append(metrics)
+
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False,
+        max_epochs=1, accelerator="cpu", logger=[Logger(), Logger()], log_every_n_steps=2,
         default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[GuardCallback()],
+        callbacks=[GuardCallback(buckets=buckets())],
     )  # fmt: skip
     loader = DataLoader(TensorDataset(torch.randn(ROWS, 3)), batch_size=2)
     if how == "breaks":  # a checkpoint of a broken tensor is refused
@@ -69,9 +96,10 @@ def test_lightning(how: str, tmp_path: Path) -> None:
     assert shapes == [(4,)] * 4  # the guards are installed while the trainer trains
     assert torchguard.installed() == ()
     assert failed_resize() == (5, 5)
+    assert sum(entry.items() >= METRICS.items() for entry in logged) == 2 * 2  # of two loggers
 
 
-@pytest.mark.parametrize("how", ["trains", "breaks"])
+@pytest.mark.parametrize("how", ["with buckets", "breaks"])
 def test_transformers(how: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
@@ -97,12 +125,13 @@ def test_transformers(how: str, tmp_path: Path) -> None:
         model=Model(),
         args=transformers.TrainingArguments(
             str(tmp_path), max_steps=4, per_device_train_batch_size=2, use_cpu=True,
-            save_steps=4, report_to=[], disable_tqdm=True,
+            logging_steps=2, save_steps=4, report_to=[], disable_tqdm=True,
             remove_unused_columns=False,
         ),
         train_dataset=[{"x": row} for row in torch.randn(ROWS, 3)],
-        callbacks=[Breaking(), GuardCallback()],
+        callbacks=[Breaking()],
     )  # fmt: skip
+    GuardCallback(buckets=buckets()).attach(trainer)
     if how == "breaks":
         with pytest.raises(InconsistentTensorError, match=r"\.layer\.weight"):
             trainer.train()
@@ -114,3 +143,6 @@ def test_transformers(how: str, tmp_path: Path) -> None:
     assert shapes == [(4,)] * 4
     assert torchguard.installed() == ()
     assert failed_resize() == (5, 5)
+    with_loss = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(with_loss) == 2
+    assert all(entry.items() >= METRICS.items() for entry in with_loss)

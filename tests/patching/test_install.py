@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,8 @@ from support.child_process import output_of
 from support.install import locked, resize_is_safe, same, snapshot
 from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
-from torchguard.patching.guards import GUARDS, Guard
+from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
+from torchguard.patching.install import _warn_if_newer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,6 +208,22 @@ def test_what_this_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPat
         with install(name, only_if_needed=False) as installation:  # type: ignore[arg-type]
             assert installation.names == (name,)
     forget_what_there_is()
+
+
+def test_a_newer_torch_than_was_tested_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchguard.patching.install.NEWEST_TESTED_TORCH", (2, 5))
+    _warn_if_newer.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"newer than 2\.5.* tested") as warned:
+        installations = [install() for _ in range(2)]
+    for each in installations:
+        each.uninstall()
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    monkeypatch.undo()
+    _warn_if_newer.cache_clear()
+    noxfile = (Path(__file__).parents[2] / "noxfile.py").read_text(encoding="utf-8")
+    newest = re.findall(r"TORCH_VERSIONS = .*\"(\d+)\.(\d+)\.\d+\"\)", noxfile)
+    assert [tuple(map(int, each)) for each in newest] == [NEWEST_TESTED_TORCH]
 
 
 # --- several guards on one path

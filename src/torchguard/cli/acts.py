@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 import torchguard
+from torchguard.transactions.step import Transaction
 
 STEPS, FIRST, EVERY = 60, 5, 12
 """Steps of the training: how many, the first that runs out of memory, how many to the next one."""
@@ -72,7 +74,13 @@ def training(*, guarded: bool) -> _Found:
 
 
 def _losses(*, guarded: bool, fails: bool) -> list[float]:
-    """Train for :data:`STEPS` steps, of which some run out of memory in their second half."""
+    """Train for :data:`STEPS` steps, of which some run out of memory."""
+    training, step = _made(guarded=guarded)
+    return [_run(training, step, short=fails and n % EVERY == FIRST) for n in range(STEPS)]
+
+
+def _made(*, guarded: bool) -> tuple[Any, Any]:
+    """Return data, model and optimizer, and the transaction of its steps."""
     torch.manual_seed(0)
     x = torch.randn(64, 16)
     y = x.square().mean(1, keepdim=True)
@@ -80,22 +88,70 @@ def _losses(*, guarded: bool, fails: bool) -> list[float]:
     model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.12, momentum=0.9)
     step: Any = torchguard.transaction(model, optimizer) if guarded else contextlib.nullcontext()
+    return (x, y, model, optimizer), step
 
-    def run(*, short: bool) -> float:
-        while True:
-            with contextlib.suppress(RuntimeError), step:
-                first = (model(x[:32]) - y[:32]).square().mean() / 2
-                first.backward()
-                if short:
-                    short = False
-                    torch.empty(2**50)  # RuntimeError: can't allocate memory
-                second = (model(x[32:]) - y[32:]).square().mean() / 2
-                second.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return float((first + second).detach())
 
-    return [run(short=fails and number % EVERY == FIRST) for number in range(STEPS)]
+def _run(training: Any, step: Any, *, short: bool, killed: bool = False) -> float:
+    """Run a step of two parts, again if the second finds no memory; return the loss."""
+    x, y, model, optimizer = training
+    while True:
+        with contextlib.suppress(RuntimeError), step:
+            first = (model(x[:32]) - y[:32]).square().mean() / 2
+            first.backward()
+            if short:
+                short = False
+                torch.empty(2**50)  # RuntimeError: can't allocate memory
+            if killed:
+                os._exit(137)  # as SIGKILL does: nothing is cleaned up
+            second = (model(x[32:]) - y[32:]).square().mean() / 2
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float((first + second).detach())
+
+
+def survive(*, guarded: bool) -> _Found:
+    """Train in processes that are killed one after the other, and once in one that is not."""
+    torch.set_num_threads(1)  # a fork has no other threads
+    fork: Any = multiprocessing.get_context("fork")
+    made = _made(guarded=guarded)  # which imports what the first optimizer needs, once
+    curves: list[dict[str, str]] = []
+    for deaths in ((), (8, 26, 47)):
+        with tempfile.TemporaryDirectory() as folder:
+            for death in (*deaths, STEPS):
+                arguments = *made, Path(folder), bool(deaths), death
+                process = fork.Process(target=_resume, args=arguments)
+                process.start()
+                process.join()
+            lines = Path(folder, "losses").read_text(encoding="utf-8").splitlines()
+            curves.append(dict(line.split() for line in lines))
+    plain, found = (list(each.values()) for each in curves)
+    same = sum(a == b for a, b in zip(plain, found, strict=True))
+    text = f"{same} of {STEPS} losses are those of a run that nothing stops"
+    return found != plain, f"{text}, the last is {float(found[-1]):.2g}", []
+
+
+def _resume(training: Any, step: Any, folder: Path, fails: bool, death: int) -> None:
+    """Train from the newest checkpoint until the process is killed; save after every 10 steps."""
+    guarded, parts, done = isinstance(step, Transaction), training[2:], 0
+    path = folder / "newest" / "training.pt" if guarded else folder / "training.pt"
+    if path.exists() and guarded:
+        step.load_state_dict(torch.load(path))
+        done = step.stats().commits
+    elif path.exists():
+        done, *states = torch.load(path)
+        for each, state in zip(parts, states, strict=True):
+            each.load_state_dict(state)
+    while done < STEPS:
+        loss = _run(training, step, short=fails and done % EVERY == FIRST, killed=done == death)
+        with Path(folder, "losses").open("a", encoding="utf-8") as file:
+            file.write(f"{done} {loss}\n")
+        done += 1
+        if done % 10 == 0 and guarded:
+            with torchguard.checkpoint_folder(folder / "newest") as new:
+                torchguard.save(step.state_dict(), new / "training.pt")
+        elif done % 10 == 0:
+            torch.save([done, *(each.state_dict() for each in parts)], path)
 
 
 def save(*, guarded: bool) -> _Found:
@@ -123,7 +179,7 @@ def killed(*, guarded: bool) -> _Found:
 
 _WORDS = {False: "bare", True: "guarded"}
 _ACTS: dict[str, Callable[..., _Found]] = {
-    each.__name__: each for each in (resize, overlap, compiled, training, save, killed)
+    each.__name__: each for each in (resize, overlap, compiled, training, save, killed, survive)
 }
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""``python -m torchguard demo``: five failures, in PyTorch and with torchguard."""
+"""``python -m torchguard demo``: six failures, in PyTorch and with torchguard."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 from torchguard.cli import DOCUMENTATION, interrupted, write
@@ -36,6 +39,9 @@ _ACTS = (
     _Act("save", "a kill in the middle of a save",
          "torch.save(step_2, path)  # over step 1",
          "torchguard.save(step_2, path)", "training/checkpoints.html"),
+    _Act("survive", "a training that runs out of memory five times and is killed three times",
+         "in steps 8, 26 and 47; it saves after every ten steps, and resumes",
+         "transaction, step.state_dict(), checkpoint_folder", "tutorials/survive.html"),
 )  # fmt: skip
 
 
@@ -43,27 +49,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command ``demo``."""
     parser = commands.add_parser(
         "demo",
-        help="show five failures, in PyTorch and with torchguard",
-        description="Run five programs that fail, in PyTorch and with torchguard, each in a "
-        "process of its own, and show the losses: within a minute, or two if the compiler's "
-        "cache is empty.",
+        help="show six failures, in PyTorch and with torchguard",
+        description="Run six programs that fail, in PyTorch and with torchguard, each in a "
+        "process of its own, and show what was lost: within a minute, or two if the compiler's "
+        "cache is empty. With matplotlib the losses of the fourth are drawn.",
         epilog="Exit status: 0 when nothing was lost under a guard, 1 when something was.",
+    )
+    parser.add_argument(
+        "--picture", metavar="FILE", help="where the losses are drawn (default: a temporary file)"
     )
     parser.set_defaults(command=_main, parser=parser)
 
 
-def _main(_: argparse.Namespace) -> int:
+def _main(options: argparse.Namespace) -> int:
     lost = {"bare": 0, "guarded": 0}
     try:
         for number, act in enumerate(_ACTS, start=1):
             write(f"{number}. {act.title}\n   {act.code}\n")
             with contextlib.ExitStack() as stack:
                 processes = {way: stack.enter_context(_started(act.name, way)) for way in lost}
+                curves = {}
                 for way, process in processes.items():
-                    failed, text = _ended(process)
+                    failed, text, curves[way] = _ended(process)
                     lost[way] += failed
                     label = act.guard if way == "guarded" else "PyTorch"
                     write(f"   {'LOST' if failed else 'kept'}  {label}: {text}\n")
+            if all(curves.values()):
+                write(f"   {_drawn(curves, options.picture)}\n")
             write(f"   page: {DOCUMENTATION}{act.page}\n\n")
     except KeyboardInterrupt:
         return interrupted("demo")
@@ -80,11 +92,49 @@ def _started(name: str, way: str) -> subprocess.Popen[str]:
     return subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 - ours
 
 
-def _ended(process: subprocess.Popen[str]) -> tuple[bool, str]:
-    """Return whether something was lost, and the act's last line."""
+def _ended(process: subprocess.Popen[str]) -> tuple[bool, str, list[float]]:
     out, err = process.communicate()
     if process.returncode == 0:
-        failed, text, _ = json.loads(out.splitlines()[-1])
-        return failed, text
+        failed, text, losses = json.loads(out.splitlines()[-1])
+        return failed, text, losses
     last = err.strip().splitlines()[-1:] or [f"the process ended with {process.returncode}"]
-    return True, last[0]
+    return True, last[0], []
+
+
+def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
+    """Draw the losses without a failure, in PyTorch, and with torchguard; say where they are."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "for a picture of the losses: pip install matplotlib"
+    import matplotlib as mpl  # noqa: PLC0415 - optional
+
+    mpl.use("Agg")  # a file, whatever there is to draw on
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - optional
+
+    path = path or str(Path(tempfile.mkdtemp(prefix="torchguard-demo-"), "losses.png"))
+    steps = len(curves["bare"]) // 2
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    lines = {
+        "no step fails": (curves["bare"][:steps], "#95a5a6", 5.0),
+        "PyTorch: the step is run again": (curves["bare"][steps:], "#c0392b", 1.5),
+        "transaction: rolled back, run again": (curves["guarded"][steps:], "#1f618d", 1.5),
+    }
+    for label, (losses, color, width) in lines.items():
+        axes.plot(losses, color=color, linewidth=width, label=label)
+    for number in (5, 17, 29, 41, 53):
+        axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
+    # Behind the last step; two of the curves end at the same loss.
+    for (label, (losses, color, _)), above in zip(lines.items(), (0.72, 1.0, 1.15), strict=True):
+        axes.annotate(label, (steps + 0.5, losses[-1] * above), color=color, fontsize=9)
+    axes.set_xlim(-1, steps * 1.6)
+    axes.set(xlabel="step (dotted: out of memory)", ylabel="loss", yscale="log")
+    axes.set_xticks(range(0, steps + 1, 20))
+    axes.set_title(
+        "A step that is retried after running out of memory changes the training",
+        loc="left",
+        fontsize=10,
+    )
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+        return f"the losses are not drawn: {error}"
+    return f"the losses: {path}"

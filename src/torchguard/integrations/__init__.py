@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torchguard
+from torchguard._events import counts
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import Installation
 
 
-class Session:
-    """Guards that are on from ``_start`` to ``_stop``."""
+class HasStatistics(Protocol):
+    """A function or a module that ``bucketed`` made."""
 
-    def __init__(self, guards: GuardName | Iterable[GuardName] = "resize") -> None:
+    def stats(self) -> Any:
+        """Return the statistics, with ``as_dict()``."""
+
+
+class Session:
+    """Guards that are on from ``_start`` to ``_stop``, with what they did and buckets to log."""
+
+    def __init__(
+        self,
+        guards: GuardName | Iterable[GuardName] = "resize",
+        *,
+        buckets: Mapping[str, HasStatistics] | None = None,
+    ) -> None:
         super().__init__()
         self._guards = (guards,) if isinstance(guards, str) else tuple(guards)
+        if not isinstance(buckets, (Mapping, type(None))):
+            raise TypeError(
+                f"GuardCallback: buckets is of type {type(buckets).__name__}, expected {{name: "
+                "what bucketed() made}"
+            )
+        self._buckets = dict(buckets or {})
+        for name, each in self._buckets.items():
+            if not callable(getattr(each, "stats", None)):
+                raise TypeError(
+                    f"GuardCallback: buckets[{name!r}] is of type {type(each).__name__}, which "
+                    "has no stats(): pass what bucketed() returned, not what it was given"
+                )
         self._installation: Installation | None = None
 
     def _start(self) -> None:
@@ -31,3 +57,13 @@ class Session:
     def _check(self, *objects: object) -> None:
         """Raise if a checkpoint of these would be garbage: a shape is not backed by memory."""
         torchguard.check_consistent([each for each in objects if each is not None])
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the numbers to log: how often each kind of event happened, and the buckets'."""
+        found: dict[str, float] = {f"torchguard/{kind}": n for kind, n in counts().items()}
+        for name, bucketed in self._buckets.items():
+            for key, value in bucketed.stats().as_dict().items():
+                # A logger draws curves of numbers; the rest is lists and texts.
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    found[f"torchguard/{name}/{key}"] = value
+        return found

@@ -12,12 +12,15 @@ __all__ = ["GuardCallback"]
 
 
 class GuardCallback(Session, Callback):
-    """Guards on while the trainer runs, and tensors checked before each checkpoint.
+    """Guards on while the trainer runs, tensors checked before each checkpoint, buckets logged.
 
-    Equals no callback at all, as long as nothing fails.
+    Equals no callback at all, as long as nothing fails. If a guard did something, its counts are
+    logged as ``torchguard/<kind>`` (see :func:`torchguard.events`).
 
     Args:
         guards: names for :func:`torchguard.install`; one or several.
+        buckets: bucketed functions or modules to log, by name. They are logged every
+            ``log_every_n_steps`` as ``torchguard/<name>/waste`` and the like.
 
     Raises:
         InconsistentTensorError: at a checkpoint: a parameter, a gradient, a buffer or a
@@ -41,6 +44,18 @@ class GuardCallback(Session, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Check the tensors before they are written."""
+        """Check what is about to be written."""
         del checkpoint
         self._check(pl_module, *trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the buckets, and what the guards did."""
+        del pl_module, outputs, batch
+        # To the loggers themselves: self.log() averages over an epoch what are counters, and
+        # refuses names that come up later.
+        every = getattr(trainer, "log_every_n_steps", 50)
+        if (batch_idx + 1) % every == 0 and (metrics := self._metrics()):
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step)

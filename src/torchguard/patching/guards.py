@@ -284,3 +284,6 @@ GUARDS: dict[str, Guard] = {
     )
 }
 """Every guard that ``install()`` knows, by name."""
+
+NEWEST_TESTED_TORCH = (2, 15)
+"""The newest of ``TORCH_VERSIONS`` in noxfile.py; of a later one ``install()`` warns."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +27,7 @@ from torchguard._torch import (
 )
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
-from torchguard.patching.guards import GUARDS, Guard, GuardName
+from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 from torchguard.patching.warning_lines import show_warnings_at_callers, show_warnings_where_raised
 
@@ -138,7 +140,8 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 
     Each guard is tried after it was installed. A guard that does not protect is removed with a
     warning, ``.skipped`` says why, and the others stay. Its effect on compiled code is tried when
-    the program first calls ``torch.compile``.
+    the program first calls ``torch.compile``. If PyTorch is newer than the versions that
+    torchguard is tested with, a warning says so once.
 
     Args:
         *names: which guards; none for ``"resize"``.
@@ -171,6 +174,7 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     if is_off():
         off = f"{SWITCH}=off in the environment"
         return Installation((), dict.fromkeys(wanted, off), only_if_needed)
+    _warn_if_newer()
     not_needed = _not_needed(wanted) if only_if_needed else {}
     _wait_for_modules(wanted)
     with patch.lock:
@@ -272,6 +276,7 @@ def enter(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _prepare_scope(missing: Iterable[str]) -> None:
     """Put guards in place for a scope, and try those that are new."""
+    _warn_if_newer()
     not_needed = _not_needed(missing)
     _wait_for_modules(missing)
     with patch.lock:
@@ -467,6 +472,20 @@ def _warn_of(reasons: dict[str, str]) -> None:
         record("guard_skipped", name, reason)
         warn_user(
             f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
+            RuntimeWarning,
+        )
+
+
+@functools.cache
+def _warn_if_newer() -> None:
+    """Warn once if no version of torch as new as this one was tested."""
+    version = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    if version > NEWEST_TESTED_TORCH:
+        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+        warn_user(
+            f"torchguard: torch {torch.__version__} is newer than {newest}, the newest that this "
+            "version of torchguard is tested with. Each guard is tried when it is installed, and "
+            "is left out if it does not protect",
             RuntimeWarning,
         )
 

@@ -240,6 +240,7 @@ def _examples(module: ModuleType) -> list[doctest.DocTest]:
     ]
 
 
+@pytest.mark.slow
 def test_docstrings() -> None:
     """The examples in docstrings of private functions do what they say."""
     # Not the integrations: they import what they are for, and Lightning replaces torch.compile.

@@ -452,6 +452,7 @@ def test_inside_of_a_compiled_function_it_is_traced() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_ways_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHGUARD_VERIFIED", "python")
     x = torch.randn(4, 3)

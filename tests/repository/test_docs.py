@@ -14,22 +14,18 @@ import pkgutil
 import re
 import runpy
 import shlex
-import subprocess
 import symtable
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
-import torch
 
 import torchguard
 from support.document import blocks, faults
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION
-from torchguard.defects.catalog import built_in_ids, find
 from torchguard.patching.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -335,26 +331,6 @@ def test_page_of_defects() -> None:
     assert len(programs) == page.count("\n### ")
     assert [each for each in programs if _names_from_elsewhere(each) - {"__name__"}] == []
     assert not any("torchguard" in each for each in programs)
-
-
-MADE = runpy.run_path(str(ROOT / "docs" / "make_defects.py"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in built_in_ids() if n not in MADE["NEED_A_GPU"]])
-def test_reproducer(name: str) -> None:
-    """A program of the page of defects runs, and shows its defect if this torch has it."""
-    program = MADE["reproducer"](find(name))
-    line = [sys.executable, "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
-    crashed = done.returncode < 0  # some of the defects end the process
-    assert crashed or done.returncode == 0, done.stderr
-    page = (ROOT / "docs" / "project" / "compatibility.md").read_text(encoding="utf-8")
-    versions, seen = MADE["statuses"](page)
-    version = torch.__version__.partition("+")[0]
-    if version in versions and name in seen:
-        absent = seen[name][versions.index(version)] == "-"
-        assert absent == (not crashed and done.stdout.strip() == "None")
 
 
 def test_table_of_guards() -> None:

@@ -372,6 +372,10 @@ def test_an_optimizer_whose_steps_can_not_be_seen_is_refused() -> None:
 
 def test_what_is_written_wrong_is_named() -> None:
     made = Setup()
+    with pytest.raises(TypeError, match=r"not a decorator.*with step:"):
+
+        @made.step
+        def train() -> None: ...
 
     def loss_of(x: Tensor) -> Tensor:
         return made.model(x).mean()  # type: ignore[no-any-return]

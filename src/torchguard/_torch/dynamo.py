@@ -357,7 +357,7 @@ def symbols_in(values: Iterable[object]) -> set[Any]:
 
 
 @contextlib.contextmanager
-def tracing_again() -> Iterator[None]:
+def compiling_outside_dynamo() -> Iterator[None]:
     """Compile a graph outside of Dynamo."""
     frames = importlib.import_module("torch._dynamo.convert_frame")
     # While one thread traces with torch.fx, 2.13 takes compiled code that another thread calls for

@@ -217,6 +217,13 @@ class Transaction:
         load(self._guarded, state)
         self._commits, self.part_size = state["commits"], state["part_size"]
 
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to decorate: a step is a block."""
+        raise TypeError(
+            "transaction: is not a decorator and is not called; write `with step:` inside the "
+            "function, or step.run(loss_of, batch)"
+        )
+
     def __deepcopy__(self, _: object) -> Self:
         """Refuse: the copy would guard copies of models and optimizers, and not those you train."""
         raise TypeError(

@@ -32,7 +32,6 @@ from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.copies import bytes_of, overwrite_free_memory, why_not_copied
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import VerifiedBackend, comparison
-from torchguard.verification.graph import unlogged
 from torchguard.verification.report import GraphRecord, first_of
 from torchguard.verification.reproduce_python import python_reproducer_of
 from torchguard.verification.undone import Reached, Run, differences_of
@@ -196,8 +195,7 @@ class AgainstPython:
         record, action = self.record, self.backend.checks.on_mismatch
         record.differences = tuple(map(str, found))
         record.runs = {"fallback": "Python", "warn": "compiled", "raise": "nothing"}[action]
-        with unlogged():
-            reproducer = python_reproducer_of(self.function, args, kwargs, record)
+        reproducer = python_reproducer_of(self.function, args, kwargs, record)
         last = "" if self._right is None else f"{self.calls - self._right} calls ago"
         lines = [
             f"Dynamo (torch {torch.__version__}) traced `{record.function}` wrong:",

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +101,26 @@ def reproducer_of(
 
     Returns where it is, which the record keeps too, or why there is none.
     """
-    if inner.source is None:
+    source = inner.source
+    if source is None:
         return f"none: {inner.name} is a callable, which a script can't name"
     if owned_tensors(graph):
         return "none: the graph holds tensors of its own, such as an optimizer's parameters"
     if record.checks and numbers_in(graph, inputs):
         return "none: a script does not show what needs a float that changes between calls"
     name = record.function if record.function.isidentifier() else "graph"
+    return saved(lambda: _script(graph, inputs, source, found), name, record)
+
+
+def saved(make_text: Callable[[], str], name: str, record: GraphRecord) -> str:
+    """Write the script that ``make_text`` returns.
+
+    Returns where it is, which the record keeps too, or why there is none.
+    """
     try:
         with unlogged():
-            text = _script(graph, inputs, inner.source, found)
-        folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
+            text = make_text()
+        folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
         folder.mkdir(parents=True, exist_ok=True)
         record.reproducer = write_script(text, folder / f"{name}.py")
     except NoScriptError as reason:
@@ -134,7 +143,7 @@ def write_script(text: str, path: Path) -> str:
 
 
 @functools.cache
-def temporary_folder() -> str:
+def _temporary_folder() -> str:
     """Return the folder of this process's scripts, if the environment names none."""
     return tempfile.mkdtemp(prefix="torchguard-reproducers-")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,13 +15,11 @@ from torchguard._pytree import names_in
 from torchguard.equivalence.copies import tensors_of
 from torchguard.verification.report import GraphRecord
 from torchguard.verification.reproduce import (
-    FOLDER_VARIABLE,
     MOST_WRITTEN_OUT,
     NoScriptError,
     import_of,
     input_lines,
-    temporary_folder,
-    write_script,
+    saved,
 )
 
 _SCRIPT = '''"""torch.compile traces this function wrong. torch {version}.
@@ -70,20 +66,18 @@ def python_reproducer_of(
 
     Returns where it is, which the record keeps too, or why there is none.
     """
-    try:
+
+    def make_text() -> str:
         text = _script(function, args, kwargs, record)
         scope: dict[str, Any] = {"__name__": "reproducer"}
         exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
         if scope["wrong"] == "no difference":
-            return "none: a function that is compiled anew is right, so earlier calls matter"
-        folder = Path(os.environ.get(FOLDER_VARIABLE) or temporary_folder())
-        folder.mkdir(parents=True, exist_ok=True)
-        record.reproducer = write_script(text, folder / f"{function.__name__}.py")
-    except NoScriptError as reason:
-        return f"none: {reason}"
-    except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
-        return f"none: writing it raised {type(error).__name__}: {error}"
-    return str(record.reproducer)
+            raise NoScriptError(
+                "a function that is compiled anew is right, so earlier calls matter"
+            )
+        return text
+
+    return saved(make_text, getattr(function, "__name__", "function"), record)
 
 
 def _script(

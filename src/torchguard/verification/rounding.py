@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import enters_autocast, tracing_again
+from torchguard._torch import compiling_outside_dynamo, enters_autocast
 from torchguard.equivalence.compare import (
     COMPILING,
     Difference,
@@ -87,7 +87,7 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
             eager = run_on_copies(wide, inputs, cast=_wider)
             if eager.error is not None or eager.backward_error is not None:
                 return False
-            with tracing_again(), rng_state_restored():
+            with compiling_outside_dynamo(), rng_state_restored():
                 compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
             return judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING).equal
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right

@@ -162,6 +162,21 @@ def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
         record("rolled_back", "resize", f"{operation} failed")
 
 
+def _call(
+    saved: Snapshot, operation: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method for a helper, and restore what was read before if it raises."""
+    try:
+        return method(*args, **kwargs)
+    except BaseException:
+        try:
+            _fail(saved, operation, once=True)
+        except BaseException:  # a signal came during the call
+            _fail(saved, operation, once=True)
+            raise
+        raise
+
+
 def _runs(guard: Any) -> Callable[[_Function], _Function]:
     """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
 
@@ -249,15 +264,9 @@ def safe_resize_as_(
         torch.Size([2, 2])
     """
     saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
-    try:
-        return tensor.resize_as_(template, memory_format=memory_format)  # type: ignore[return-value]
-    except BaseException:
-        try:
-            _fail(saved, "safe_resize_as_", once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, "safe_resize_as_", once=True)
-            raise
-        raise
+    return _call(  # type: ignore[no-any-return]
+        saved, "safe_resize_as_", tensor.resize_as_, template, memory_format=memory_format
+    )
 
 
 @public
@@ -306,15 +315,7 @@ def safe_set_(
     arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
     saved = _begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
-    try:
-        return tensor.set_(**arguments)  # type: ignore[return-value]
-    except BaseException:
-        try:
-            _fail(saved, "safe_set_", once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, "safe_set_", once=True)
-            raise
-        raise
+    return _call(saved, "safe_set_", tensor.set_, **arguments)  # type: ignore[no-any-return]
 
 
 # ---- what to read before a call; what would kill the process raises here ----

@@ -78,28 +78,19 @@ def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapp
         )
     elif theirs != ours:
         index_of = dict(zip(theirs, indices, strict=True))
-        unique = len(index_of) == len(theirs) == len(ours)
+        if not len(index_of) == len(theirs) == len(ours):
+            raise ValueError(
+                f"load_state_dict: names of parameters of {kind} occur several times, and their "
+                f"order is another one than in the state: {_listed(sorted({*theirs, *ours}))}. "
+                "Give each model's a prefix, in the state too"
+            )
         for group, own in zip(saved, groups, strict=True):
-            if not unique:  # two models may have the same names, each in a group of its own
-                index_of = _indices_within(group, own, kind)
             group["param_names"] = list(own["param_names"])
             group["params"] = [index_of[name] for name in own["param_names"]]
         indices = [index for group in saved for index in group["params"]]
         state = {**state, "param_groups": saved}
     _compare_shapes(optimizer, indices, entries)
     return state
-
-
-def _indices_within(group: dict[str, Any], own: dict[str, Any], kind: str) -> dict[str, Any]:
-    theirs, ours = group["param_names"], own["param_names"]
-    index_of = dict(zip(theirs, group["params"], strict=True))
-    if not len(index_of) == len(theirs) == len(ours) or index_of.keys() != set(ours):
-        raise ValueError(
-            f"load_state_dict: names of parameters of {kind} occur several times, and their order "
-            f"or groups are others than in the state: {_listed(sorted({*theirs, *ours}))}. Give "
-            "each model's a prefix, in the state too"
-        )
-    return index_of
 
 
 def _names(groups: list[dict[str, Any]]) -> list[str] | None:
@@ -120,17 +111,17 @@ def _compare_shapes(
     optimizer: torch.optim.Optimizer, indices: list[Any], entries: Mapping[Any, Any]
 ) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(indices) != len(parameters):
-        return  # torch says so
+    if len(indices) != len(parameters) or not is_of_torch(optimizer):
+        return  # torch says so; what an optimizer of the user's keeps may have any shape
     faults = []
     for index, parameter in zip(indices, parameters, strict=True):
         entry = entries.get(index)
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
-            expected = _expected_shape(optimizer, parameter, key, value)
-            if expected is not None and value.shape != expected:
+            of_its_shape = key in _LIKE_PARAMETER and isinstance(value, torch.Tensor)
+            if of_its_shape and value.shape != parameter.shape:
                 faults.append(
                     f"{key} of parameter {index} has shape {tuple(value.shape)}, expected "
-                    f"{tuple(expected)}"
+                    f"{tuple(parameter.shape)}"
                 )
     if faults:
         raise ValueError(
@@ -138,21 +129,6 @@ def _compare_shapes(
             f"{type(optimizer).__name__}: {'; '.join(faults)}. It belongs to a model of other "
             "sizes; leave the state of these parameters out, and the optimizer makes it again"
         )
-
-
-def _expected_shape(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
-) -> torch.Size | None:
-    """Return the shape that a value of the state has to have; None where any is right."""
-    torchs = type(optimizer).__module__.startswith("torch.optim")
-    like_parameter = key in _LIKE_PARAMETER
-    # What counts steps may be of any shape, and what an optimizer of the user's keeps may grow.
-    if not isinstance(value, torch.Tensor) or not (like_parameter or (torchs and value.dim())):
-        return None
-    own = optimizer.state.get(parameter, {}).get(key)
-    if isinstance(own, torch.Tensor):
-        return own.shape
-    return parameter.shape if like_parameter and is_of_torch(optimizer) else None
 
 
 # --- dtypes ----------------------------------------------------------------------------------
@@ -184,13 +160,10 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
         )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _as_saved(saved: Any, loaded: Any) -> Any:
     """Return what was loaded, with tensors of another dtype as they were saved."""
-    if _is_tensor(saved) and _is_tensor(loaded) and saved.dtype != loaded.dtype:
+    tensors = isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor)
+    if tensors and saved.dtype != loaded.dtype:
         return saved.to(loaded.device)
     if type(loaded) is dict and isinstance(saved, Mapping) and loaded.keys() == saved.keys():
         held = {key: _as_saved(saved[key], value) for key, value in loaded.items()}

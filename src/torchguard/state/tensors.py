@@ -105,13 +105,10 @@ class Snapshot(NamedTuple):
                 attempt(set_version, tensor, version)
 
     def version_after_write(self) -> int | None:
-        """Return the version to restore if elements may have been written since."""
-        copied = self.elements is not None or (
-            self.assemble is not None and all(part.elements is not None for _, part in self.parts)
-        )
+        """Return the version to restore if elements that were not copied may have been written."""
         with without_torch_function():
             now = version_of(self.tensor)
-            if copied or now is None or self.version is None or self.tensor.is_meta:
+            if now is None or self.version is None or self.tensor.is_meta:
                 return self.version
         return max(now, self.version + 1)
 
@@ -420,15 +417,16 @@ class Elements:
         self._given = list(tensors)
         self.plain: list[Tensor]
         self.others: list[Snapshot]
+        memory: list[Tensor] | None = None
         if reuse is not None and reuse._is_of(self._given):
-            self.plain, others = reuse.plain, [saved.tensor for saved in reuse.others]
+            self.plain, memory = reuse.plain, reuse.copies
+            others = [saved.tensor for saved in reuse.others]
         else:
             self.plain, others = parted(self._given, is_plain)
         self._layouts = _layouts(self.plain)
         self.others = [capture(each, data=True) for each in others]
         self.versions = versions_of(self.plain)
-        kept = {} if reuse is None else dict(zip(map(id, reuse.plain), reuse.copies, strict=True))
-        self.copies: list[Tensor] = call_unseen(_copied, self.plain, kept)
+        self.copies: list[Tensor] = call_unseen(_copied, self.plain, memory)
 
     def _is_of(self, tensors: list[Tensor]) -> bool:
         """Whether this is of the same tensors in the same layouts: to part them takes longer."""
@@ -447,28 +445,15 @@ def _layouts(tensors: list[Tensor]) -> list[Any]:
     return [(each.dtype, each.shape, each.stride()) for each in tensors]
 
 
-def _copied(tensors: list[Tensor], kept: dict[int, Tensor]) -> list[Tensor]:
-    """Copy tensors into memory that is kept of an earlier copy, if it fits, else into new."""
+def _copied(tensors: list[Tensor], memory: list[Tensor] | None) -> list[Tensor]:
+    """Copy tensors, into the memory of earlier copies if there are any."""
     try:
-        copies = [_memory_for(tensor, kept.get(id(tensor))) for tensor in tensors]
+        copies = memory or list(map(torch.empty_like, tensors))
     # On a device that holds the parameters, their gradients and two moments, there may be no room.
     except torch.OutOfMemoryError:
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copy_all(copies, tensors)
     return copies
-
-
-def _memory_for(tensor: Tensor, kept: Tensor | None) -> Tensor:
-    """Return memory for the elements of a tensor: on a CPU that of an earlier copy, if it fits."""
-    if (
-        kept is not None
-        and tensor.is_cpu
-        and kept.dtype is tensor.dtype
-        and kept.shape == tensor.shape
-        and kept.stride() == tensor.stride()
-    ):
-        return kept
-    return torch.empty_like(tensor)
 
 
 class Metadata:

@@ -295,18 +295,16 @@ class Modules:
         self.modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self.kinds = [type(each) for each in self.modules]
         self.attributes: list[dict[str, Any]] = [vars(each) for each in self.modules]
-        # Parameters, buffers and children. Most of these dicts are empty.
+        # Parameters, buffers and children.
         structure = [members for each in self.modules for members in members_of(each)]
         names = [not_saved(each) for each in self.modules]
-        self.members: list[tuple[Any, Any]] = [(each, each.copy()) for each in structure]
-        self.members += [(each, each.copy()) for each in names]
-        self._filled = [each for each in structure if each]
-        self._names = [(each, each.copy()) for each in names if each]
-        self._empty = [each for each in (*structure, *names) if not each]
-        self._filled_copies = list(map(dict.copy, self._filled))
-        self._same_members = comparison_of(
-            chain.from_iterable(map(dict.values, self._filled_copies))
-        )
+        self._structure, self._structure_before = structure, list(map(dict.copy, structure))
+        self._names, self._names_before = names, list(map(set.copy, names))
+        self.members: list[tuple[Any, Any]] = [
+            *zip(structure, self._structure_before, strict=True),
+            *zip(names, self._names_before, strict=True),
+        ]
+        self._same_members = comparison_of(chain.from_iterable(map(dict.values, structure)))
         self.hooks = [(each, hooks) for each in self.modules for hooks in hooks_of(each)]
         self._hook_copies: list[dict[int, Any]] = []
         self._with_hooks: list[tuple[dict[int, Any], int]] = []
@@ -315,9 +313,8 @@ class Modules:
     def is_current(self) -> bool:
         """Whether the modules have the same parameters, buffers and children as when this began."""
         return (
-            self._same_members(self._filled, self._filled_copies)
-            and not any(self._empty)
-            and all(names == before for names, before in self._names)
+            self._same_members(self._structure, self._structure_before)
+            and self._names == self._names_before
         )
 
     def snapshot(self) -> ModulesSnapshot:

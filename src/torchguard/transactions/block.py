@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import traceback
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torchguard._torch.eager import (
     scale_version,
     step_is_nested,
 )
-from torchguard.errors import UnrecoverableStepError, with_causes
+from torchguard.errors import UnrecoverableStepError
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
 from torchguard.state.tensors import Elements, failures_in, warn_if_refused
 from torchguard.state.training import (
@@ -237,7 +236,7 @@ class Block:
             self.snapshot.restore()
         return problems
 
-    def finish_step(self, exception: BaseException | None) -> str:
+    def finish_step(self) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         guarded = self.guarded
@@ -263,7 +262,7 @@ class Block:
         notes += [
             f"{type(scheduler).__name__} has not stepped, call its step()"
             for scheduler, epoch in zip(guarded.schedulers, self._epochs, strict=True)
-            if getattr(scheduler, "last_epoch", None) == epoch or _raised_in(exception, scheduler)
+            if getattr(scheduler, "last_epoch", None) == epoch
         ]
         return "; ".join(notes)
 
@@ -294,15 +293,6 @@ def _update(scaler: Any, states: dict[int, Any]) -> str:
         states.clear()
         return f"the scaler keeps its scale ({error})"
     return "the scaler was updated"
-
-
-def _raised_in(exception: BaseException | None, owner: Any) -> bool:
-    """Whether an exception, or one that caused it, went through a method of an object."""
-    return any(
-        frame.f_locals.get("self") is owner
-        for each in with_causes(exception)
-        for frame, _ in traceback.walk_tb(each.__traceback__)
-    )
 
 
 # --- one optimizer.step() ---

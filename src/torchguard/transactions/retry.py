@@ -246,8 +246,8 @@ def _samples(batch: Any) -> int:
             )
         if not _has_rows(leaf) and not _is_constant(leaf):
             raise TypeError(
-                f"run: can't split {name}, of type {type(leaf).__name__}"
-                f"{_layout(leaf)}; let loss_of close over it, or pass the tensors it is made of"
+                f"run: can't split {name}, of type {type(leaf).__name__}; let loss_of close over "
+                "it, or pass the tensors it is made of"
             )
     return samples
 
@@ -262,25 +262,19 @@ def _leaves(node: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         yield from _leaves(child, (*path, key))
 
 
-def _has_rows(leaf: Any) -> bool:
+def _is_dense(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested and leaf.ndim > 0
-    return isinstance(leaf, np.ndarray) and leaf.ndim > 0
+        return leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, np.ndarray)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return _is_dense(leaf) and leaf.ndim > 0
 
 
 def _is_constant(leaf: Any) -> bool:
     """Return whether every part gets this value as it is."""
-    if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        return leaf.ndim == 0 and _layout(leaf) == ""
-    return isinstance(leaf, _CONSTANTS)
-
-
-def _layout(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return ""
-    if leaf.is_nested:
-        return ", nested"
-    return "" if leaf.layout is torch.strided else f" and layout {leaf.layout}"
+    return isinstance(leaf, _CONSTANTS) or (_is_dense(leaf) and leaf.ndim == 0)
 
 
 def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:

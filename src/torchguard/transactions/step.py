@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,9 +42,6 @@ class TransactionStats:
     rollbacks: dict[str, int] = field(default_factory=dict)
     """Blocks that were rolled back, by the name of the exception."""
 
-    microseconds: float = 0.0
-    """Time spent in torchguard when blocks begin and end."""
-
     skipped: int = 0
     """Steps of optimizers that ``skip_nonfinite`` has skipped."""
 
@@ -80,7 +76,6 @@ class Transaction:
         self._guarded = guarded
         self._commits = 0
         self._rollbacks: Counter[str] = Counter()
-        self._seconds = 0.0
         self._blocks: list[Block] = []
         watch(guarded)
 
@@ -177,14 +172,10 @@ class Transaction:
         yield frozen(guarded.training.modules)
 
     def stats(self) -> TransactionStats:
-        """Return how many blocks were committed and rolled back, with what and in what time."""
+        """Return how many blocks were committed and rolled back, and with what."""
         gate = self._guarded.gate
-        return TransactionStats(
-            self._commits,
-            dict(self._rollbacks),
-            self._seconds * 1e6,
-            0 if gate is None else gate.skipped,
-        )
+        skipped = 0 if gate is None else gate.skipped
+        return TransactionStats(self._commits, dict(self._rollbacks), skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the training consists of, to resume it bit for bit.
@@ -233,7 +224,6 @@ class Transaction:
     # The with statement.
 
     def __enter__(self) -> Self:
-        began = time.perf_counter()
         if self._blocks:
             raise RuntimeError("transaction: this one is open already: leave its block first")
         if self._guarded.sharded is not None:
@@ -243,8 +233,6 @@ class Transaction:
         try:
             block.open()
             self._blocks.append(block)
-            # Python handles signals behind calls; there is none between here and the block.
-            self._seconds += time.perf_counter() - began
         except BaseException:  # an interrupt: __exit__ will not be called
             self._blocks.clear()
             block.close()
@@ -255,12 +243,10 @@ class Transaction:
         self, _: type[BaseException] | None, exception: BaseException | None, *__: object
     ) -> None:
         signals = None if exception is None else DeferredSignals()
-        began = time.perf_counter()
         block = self._blocks.pop()
         try:
             self._leave(block, exception)
         finally:
-            self._seconds += time.perf_counter() - began
             try:
                 block.close()
             finally:
@@ -284,7 +270,7 @@ class Transaction:
                 ) from exception
             return
         if exception is not None:
-            _add_note(exception, block.finish_step(exception))
+            _add_note(exception, block.finish_step())
         block.note_accumulation()
         self.committed = block.counts()
         self._commits += self.committed

@@ -2,9 +2,9 @@
 
 Each version is a download of gigabytes, so this is not part of CI. What a session
 finds goes to ``.nox/results``; ``python docs/make_compatibility.py`` turns that into
-the table of ``docs/project/compatibility.md``. What does not depend on a version
-(``tests/repository``: pages, records, layout, package) is part of ``make test`` and left out
-here. Options after ``--`` go to pytest: ``nox -s "matrix(torch-2.8.0)" -- -k resize``.
+the table of ``docs/project/compatibility.md``. The tests are those of ``make test``, without what
+does not depend on a version (``tests/repository``: pages, records, layout, package). Options after
+``--`` go to pytest: ``-k resize`` for a part, ``-m ""`` for the slow tests too.
 """
 
 from pathlib import Path
@@ -52,5 +52,5 @@ def examine(session: nox.Session, name: str, *options: str) -> None:
     named = f"junit_suite_name={str(described).strip()}"
     junit = (f"--junitxml={RESULTS / f'{name}.xml'}", "-o", named)
     workers = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
-    tests = (*workers, "--ignore", "tests/repository", *options, *junit)
+    tests = (*workers, "-m", "not slow", "--ignore", "tests/repository", *options, *junit)
     session.run("python", "-m", "pytest", *tests, *session.posargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import threading
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_an_index_out_of_range_is_an_event() -> None:
 
 
 def test_a_file_that_is_kept_is_an_event(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, pickle.PicklingError)):  # the second on Python 3.14
         torchguard.save(lambda: None, tmp_path / "model.pt")
     assert "model.pt" in _first_event("file_kept").message
 

@@ -444,13 +444,15 @@ def _checks(torch: Any, numpy: Any) -> None:
 
 
 def _save(torch: Any, numpy: Any) -> None:
+    import pickle  # noqa: PLC0415
     import tempfile  # noqa: PLC0415
     from pathlib import Path  # noqa: PLC0415
 
+    refused = (AttributeError, pickle.PicklingError, TypeError, ImportError)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.pt")
         path.write_bytes(b"old")
-        with contextlib.suppress(AttributeError, TypeError, ImportError):  # what pickle says
+        with contextlib.suppress(*refused):
             torch.save(lambda: 0, path)
         if path.read_bytes() != b"old":
             raise Unprotected("the old file is gone")

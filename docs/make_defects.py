@@ -15,7 +15,7 @@ from types import ModuleType
 
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import probes
-from torchguard.defects.catalog import Defect, built_in
+from torchguard.defects.catalog import Defect, all_defects
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "reference" / "defects.md"
@@ -87,7 +87,7 @@ after it has happened, `no guard` live, and `not run` that the probe needs a GPU
 def page() -> str:
     """Return the whole page."""
     versions, seen = statuses((DOCS / "project" / "compatibility.md").read_text(encoding="utf-8"))
-    rows = [row for row in built_in() if isinstance(row, Defect)]
+    rows = all_defects()
     parts = [_INTRODUCTION]
     for family, title in _FAMILIES.items():
         parts.append(f"## {title}\n")

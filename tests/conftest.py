@@ -46,7 +46,7 @@ RESIDUE = Residue()
 
 from support.bucketed import backend  # noqa: E402, F401 - a fixture
 from support.dynamo import fresh_dynamo, fresh_reports  # noqa: E402, F401 - fixtures
-from support.planted import planted_folder, plugin, report  # noqa: E402, F401 - fixtures
+from support.planted import planted_folder, report, with_planted  # noqa: E402, F401 - fixtures
 
 with contextlib.suppress(ImportError):  # the tests of `python -m benchmarks gpu` need it not
     import hypothesis

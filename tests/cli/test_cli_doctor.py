@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -12,20 +11,10 @@ from pathlib import Path
 import pytest
 
 import torchguard
-from support.planted import distribution, only, planted, row
-from support.terminal import Terminal
+from support.planted import only, planted, row
 from torchguard.__main__ import main
-from torchguard.cli import doctor as doctor_command
-from torchguard.cli.doctor import lines, shown_on, wrapped
+from torchguard.cli.doctor import lines
 from torchguard.defects.diagnosis import DoctorReport
-
-
-@pytest.fixture(scope="module")
-def report(plugin: Path) -> DoctorReport:
-    """Rows of each kind, but for those that wait for a timeout."""
-    del plugin
-    names = ("absent", "live", "segfault", "not-run", "raises", "installed", "closed", "detected")
-    return torchguard.doctor(planted(*names, "open"))
 
 
 class TestLines:
@@ -43,7 +32,9 @@ class TestLines:
 
     def test_foreign_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It warns of the distribution that owns the same folder."""
-        distribution(tmp_path, "torchguard", "9.9")
+        (tmp_path / "torchguard-9.9.dist-info").mkdir()
+        metadata = "Metadata-Version: 2.1\nName: torchguard\nVersion: 9.9\n"
+        (tmp_path / "torchguard-9.9.dist-info" / "METADATA").write_text(metadata)
         monkeypatch.syspath_prepend(str(tmp_path))
         found = torchguard.doctor([])
         assert found.rows == ()
@@ -51,7 +42,7 @@ class TestLines:
         assert "WARNING: the distribution torchguard 9.9 is installed" in lines(found)
 
     def test_rows(self, report: DoctorReport) -> None:
-        """Each defect is one line with all there is to say; on a terminal lines fit its width."""
+        """Each defect is one line with all there is to say."""
         text = lines(report)
         assert len(text.splitlines()) == len(report.rows) + 1 + 2 + 1 + 6
         assert (
@@ -61,31 +52,28 @@ class TestLines:
         assert "; until then: count again\n" in text
         assert "; with the guard on: still 5\n" in text
         assert '; guard: install("resize")\n' in text
-        shown = wrapped(text, 60)
-        assert max(map(len, shown.splitlines())) < 60
-        assert shown.split() == text.split()
-        assert "\n\n" in shown
 
 
-@pytest.mark.usefixtures("plugin")
+@pytest.mark.usefixtures("with_planted")
 class TestCommand:
     def test_lines(self, capsys: pytest.CaptureFixture[str]) -> None:
         """It ends with 0 when every live defect that has a guard is closed."""
         names = ("absent", "segfault", "closed", "installed", "detected")
         assert main(["doctor", *only(*names)]) == 0
         shown = capsys.readouterr()
-        assert "[5/5] planted-" in shown.err
+        assert shown.err.startswith("5 defects to probe\n[1/5] planted-")
+        assert "\n[5/5] planted-" in shown.err
         assert "planted-segfault: crash (SIGSEGV), open, no guard yet" in shown.err
         assert "planted-closed" in shown.out
         assert "planted-detected: crash (SIGSEGV), detected" in shown.err
 
     def test_json(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """--json prints one document and nothing else, whatever a plug-in prints."""
+        """--json prints one document and nothing else."""
         assert main(["doctor", "--json", *only("noisy", "open")]) == 1
         shown = capfd.readouterr()
         found = json.loads(shown.out)
         assert [row["id"] for row in found["rows"]] == planted("noisy", "open")
-        assert set(shown.err.splitlines()) == {"noise"}
+        assert not shown.err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -122,26 +110,3 @@ def test_a_closed_pipe_ends_a_command_quietly() -> None:
     done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=True)
     os.close(writing)
     assert not done.stderr
-
-
-def test_on_a_terminal(report: DoctorReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines fit its width; the status is 1 when a guard fails."""
-    monkeypatch.setattr(doctor_command, "doctor", lambda *_, **__: report)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("COLUMNS", "70")
-    assert main(["doctor"]) == 1
-    assert isinstance(sys.stdout, Terminal)
-    assert max(map(len, sys.stdout.getvalue().splitlines())) < 70
-
-
-def test_progress(report: DoctorReport) -> None:
-    """It is one line for each defect, as it is finished."""
-    log = io.StringIO()
-    show = shown_on(log, 2)
-    show(row(report, "live"))
-    show(row(report, "segfault"))
-    assert log.getvalue().splitlines() == [
-        "2 defects to probe",
-        "[1/2] planted-live: corrupt, open, no guard yet",
-        "[2/2] planted-segfault: crash (SIGSEGV), open, no guard yet",
-    ]

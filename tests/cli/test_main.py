@@ -12,7 +12,7 @@ import pytest
 import torchguard
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION
-from torchguard.defects.catalog import built_in_ids
+from torchguard.defects.catalog import all_ids
 
 
 def test_nothing_that_prints_a_text_imports_torch(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_help_of_the_doctor_has_the_ids(capsys: pytest.CaptureFixture[str]) -> N
     """They are read from the files of the probes: importing those takes seconds."""
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
-    assert ", ".join(built_in_ids()) in " ".join(capsys.readouterr().out.split())
+    assert ", ".join(all_ids()) in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

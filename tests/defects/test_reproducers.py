@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchguard.defects.catalog import built_in_ids, find
+from torchguard.defects.catalog import all_ids, find
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE = runpy.run_path(str(DOCS / "make_defects.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in built_in_ids() if n not in MADE["NEED_A_GPU"]])
+@pytest.mark.parametrize("name", [n for n in all_ids() if n not in MADE["NEED_A_GPU"]])
 def test_a_reproducer_shows_its_defect_if_this_torch_has_it(name: str) -> None:
     program = MADE["reproducer"](find(name))
     line = [sys.executable, "-c", program]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from torchguard.defects import all_defects, runner
+from torchguard.defects import runner
+from torchguard.defects.catalog import all_defects
 from torchguard.defects.diagnosis import doctor
 
 pytestmark = pytest.mark.slow

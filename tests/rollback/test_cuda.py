@@ -189,11 +189,10 @@ def test_a_cuda_graph_is_recorded_per_bucket_and_not_per_size() -> None:
     from torchguard.defects.catalog import find  # noqa: PLC0415
 
     defect = find("cudagraph-shapes")
-    if defect.probe() is None:
+    if defect.run() is None:
         pytest.skip("this torch records one CUDA graph for all sizes")
     torch.compiler.reset()
-    assert defect.guarded_probe is not None
-    assert defect.guarded_probe() is None
+    assert defect.run(guarded=True) is None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A plug-in of planted defects: every end of a probe, and every fault of a plug-in."""
+"""A file of planted defects beside those of the catalog: every end of a probe."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import torchguard
-from torchguard.defects import all_defects
+from torchguard.defects import probes
+from torchguard.defects.catalog import all_defects
 from torchguard.defects.diagnosis import DoctorReport, Row
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time
-from torchguard.defects import Defect, NotRunHere
+from torchguard.defects.catalog import Defect, NotRunHere
 
 HERE = pathlib.Path(__file__).parent
 
@@ -63,15 +64,15 @@ def in_scope():
     try: t.unsqueeze_(0).resize_(5, 5)
     except RuntimeError: pass
     return None if tuple(t.shape) == (1, 4) else f"shape is {tuple(t.shape)}"
-def closed_when_called(): return None
-def still_open(): return "still 5"
 def crashes_guarded(): ctypes.string_at(0)
 def not_run_guarded(): raise NotRunHere("only the bare run works here")
 def raises_guarded(): raise OSError("nothing to see")
+def still_open(): return "still 5"
+def or_given(probe): return lambda given=probe: given()
 
 def planted(name, probe, **more):
     return Defect(id=f"planted-{name}", summary=f"planted: {name}", upstream=(), family="memory",
-                  probe=probe, **more)
+                  probe=or_given(probe), **more)
 
 CHECK = ("check_consistent",)  # a guard that is called by the probe itself
 DEFECTS = [
@@ -85,57 +86,39 @@ DEFECTS = [
     planted("absent-with-guard", absent, guards=("resize",)),
     planted("installed", installed, guards=("resize",)),
     planted("in-scope", in_scope, guards=("resize", "out")),
-    planted("closed", segfault, guards=CHECK, guarded_probe=closed_when_called),
-    planted("detected", segfault, guards=CHECK, guarded_probe=closed_when_called,
-            only_detects=True, limits="look before you read"),
-    planted("open", live, guards=CHECK, guarded_probe=still_open),
-    planted("detects-nothing", live, guards=CHECK, guarded_probe=still_open, only_detects=True),
-    planted("guarded-crash", live, guards=CHECK, guarded_probe=crashes_guarded),
-    planted("guarded-not-run", live, guards=CHECK, guarded_probe=not_run_guarded),
-    planted("guarded-raises", live, guards=CHECK, guarded_probe=raises_guarded),
+    planted("closed", segfault, guards=CHECK, guarded_with=absent),
+    planted("detected", segfault, guards=CHECK, guarded_with=absent, only_detects=True,
+            limits="look before you read"),
+    planted("open", live, guards=CHECK, guarded_with=still_open),
+    planted("detects-nothing", live, guards=CHECK, guarded_with=still_open, only_detects=True),
+    planted("guarded-crash", live, guards=CHECK, guarded_with=crashes_guarded),
+    planted("guarded-not-run", live, guards=CHECK, guarded_with=not_run_guarded),
+    planted("guarded-raises", live, guards=CHECK, guarded_with=raises_guarded),
     planted("no-such-guard", live, guards=("no-such-guard",)),
 ]
-SINGLE = planted("single", absent)
-AGAIN = planted("live", absent)
-NOT_ONE = "a text is no defect"
-WRONG = [planted("wrong-guards", absent, guards="resize"), planted("wrong-probe", "absent")]
+globals().update((each.id, each) for each in DEFECTS)
 """
 
-ENTRY_POINTS = """
-[torchguard.defects]
-a-planted = planted:DEFECTS
-b-single = planted:SINGLE
-c-again = planted:AGAIN
-d-not-one = planted:NOT_ONE
-e-missing = no_such_module_anywhere:DEFECT
-f-exits = planted_exit:DEFECT
-g-wrong = planted:WRONG
+# What each interpreter runs first, if it finds it.
+STARTED = """
+from torchguard.defects import probes
+probes.__path__.append({folder!r})
 """
-
-
-def distribution(folder: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Write what makes importlib.metadata believe that a package is installed in ``folder``."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
 
 
 @contextlib.contextmanager
 def installed(folder: Path) -> Iterator[None]:
-    """Install the plug-in in ``folder``, for this process and those it starts."""
+    """Add the file in ``folder`` to the catalog, for this process and those it starts."""
     (folder / "planted.py").write_text(PLANTED)
-    (folder / "planted_exit.py").write_text("print('noise'); import sys; sys.exit('bye')")
-    if not list(folder.glob("*.dist-info")):
-        distribution(folder, "planted", "1.0", ENTRY_POINTS)
+    (folder / "sitecustomize.py").write_text(STARTED.format(folder=str(folder)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+        patch.setattr(probes, "__path__", [*probes.__path__, str(folder)])
         path = [str(folder), os.environ.get("PYTHONPATH", "")]
+        patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         yield
-        for name in ("planted", "planted_exit"):
-            sys.modules.pop(name, None)
+        sys.modules.pop(f"{probes.__name__}.planted", None)
 
 
 STEPS: list[Row] = []
@@ -144,8 +127,7 @@ STEPS: list[Row] = []
 
 def examined() -> DoctorReport:
     """Probe every planted defect once; probes that hang take seconds, and wait together."""
-    prefixes = ("planted-", "c-", "d-", "e-", "f-", "g-")
-    names = [row.id for row in all_defects() if row.id.startswith(prefixes)]
+    names = [row.id for row in all_defects() if row.id.startswith("planted-")]
     return torchguard.doctor(names, timeout=12, jobs=4, progress=STEPS.append)
 
 
@@ -167,13 +149,13 @@ def row(report: DoctorReport, name: str) -> Row:
 
 @pytest.fixture(scope="session")
 def planted_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder in which the plug-in is, and in which its probes leave files."""
-    return tmp_path_factory.mktemp("plugin")
+    """Give the folder in which the file is, and in which its probes leave others."""
+    return tmp_path_factory.mktemp("planted")
 
 
 @pytest.fixture(scope="module")
-def plugin(planted_folder: Path) -> Iterator[Path]:
-    """Install the plug-in for the tests of a file."""
+def with_planted(planted_folder: Path) -> Iterator[Path]:
+    """Have the planted defects in the catalog in the tests of a file."""
     with installed(planted_folder):
         yield planted_folder
 

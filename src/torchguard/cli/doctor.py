@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from torchguard.cli import interrupted, positive_float, positive_int, write
-from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_defects, built_in_ids
-from torchguard.defects.diagnosis import (
-    DoctorReport,
-    Environment,
-    Row,
-    doctor,
-    select,
-)
+from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_ids
+from torchguard.defects.diagnosis import DoctorReport, Environment, Row, doctor, select
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "  python -m torchguard doctor --family memory --json > report.json\n\n"
         "Exit status: 0 when every live defect that has a guard is closed, 1 when one of\n"
         "those is open, 2 on bad usage.\n\n"
-        + textwrap.fill(f"ids: {', '.join(built_in_ids())}", 80, break_on_hyphens=False),
+        + textwrap.fill(f"ids: {', '.join(all_ids())}", 80, break_on_hyphens=False),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
@@ -55,12 +47,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
-    # Standard output is the report's alone, whatever a plug-in prints when it is imported.
-    silence = contextlib.redirect_stdout(sys.stderr)
     # doctor() selects too: here a wrong name is bad usage, with the options that there are.
     try:
-        with silence:
-            chosen = select(all_defects(), options.only, options.family)
+        chosen = select(options.only, options.family)
     except ValueError as error:
         options.parser.error(str(error))  # exits with 2
     # A program that reads the document wants nothing else.
@@ -68,17 +57,11 @@ def _main(options: argparse.Namespace) -> int:
     if sys.stderr.isatty() or not options.json:
         progress = shown_on(sys.stderr, len(chosen))
     try:
-        with silence:
-            limits = {"jobs": options.jobs, "timeout": options.timeout}
-            report = doctor(options.only, options.family, progress=progress, **limits)
+        limits = {"jobs": options.jobs, "timeout": options.timeout}
+        report = doctor(options.only, options.family, progress=progress, **limits)
     except KeyboardInterrupt:
         return interrupted("doctor")
-    if options.json:
-        write(report.to_json() + "\n")
-    elif sys.stdout.isatty():
-        write(wrapped(lines(report), shutil.get_terminal_size((100, 24)).columns))
-    else:
-        write(lines(report))  # one line for each defect: what grep and diff can be used on
+    write(report.to_json() + "\n" if options.json else lines(report))
     return report.exit_status
 
 
@@ -107,14 +90,6 @@ def lines(report: DoctorReport) -> str:
         parts = (one_line(row), detail, guard, _note(row), *row.upstream)
         shown.append("; ".join(filter(None, parts)))
     return "\n".join((*shown, "", *_summary(report), "", *_environment(report.environment), ""))
-
-
-def wrapped(text: str, width: int) -> str:
-    """Fit lines to a terminal; what is left of a line is indented."""
-    return "".join(
-        f"{textwrap.fill(line, width - 1, subsequent_indent='    ', break_on_hyphens=False)}\n"
-        for line in text.splitlines()
-    )
 
 
 def one_line(row: Row) -> str:

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torchguard._public import __version__, public
-from torchguard.defects.catalog import FAMILIES, BrokenDefect, Defect, Family, all_defects
-from torchguard.defects.runner import ENVIRONMENT, Event, Schedule, Task, Verdict, run
+from torchguard.defects.catalog import FAMILIES, Defect, Family, all_defects
+from torchguard.defects.runner import ENVIRONMENT, Schedule, Verdict, run
 
 _MOST_WORKERS = 8  # each takes about half a gigabyte while it compiles
 
@@ -29,9 +29,7 @@ class Row:
     """One defect on this machine."""
 
     id: str
-    family: Family | None
-    """None for a plug-in that could not be loaded."""
-
+    family: Family
     upstream: tuple[str, ...]
     summary: str
     bare: Verdict
@@ -149,41 +147,54 @@ def doctor(
         raise ValueError(f"expected jobs of 1 or more, got {jobs}")
     if timeout <= 0:
         raise ValueError(f"expected a timeout of more than 0 seconds, got {timeout:g}")
-    chosen = select(all_defects(), only, family)
+    chosen = {defect.id: defect for defect in select(only, family)}
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))  # those that this process may use
+    # What compiles takes longest, so it starts first.
+    compiles_first = sorted(chosen.values(), key=lambda defect: defect.family == "memory")
+    rows, described = {}, Verdict("broken")
     with tempfile.TemporaryDirectory(prefix="tg-", ignore_cleanup_errors=True) as folder:
         Path(folder, "tmp").mkdir()
-        cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))  # those that this process may use
-        workers = jobs or min(cores, _MOST_WORKERS)
-        examination = _Examination(chosen, progress or (lambda _: None), workers)
-        return examination.run(folder, timeout)
+        schedule = Schedule(
+            names=(ENVIRONMENT, *(defect.id for defect in compiles_first)),
+            guarded=tuple(defect.id for defect in chosen.values() if defect.guards),
+            folder=folder,
+            workers=jobs or min(cores, _MOST_WORKERS),
+            timeout=timeout,
+            compiles=any(defect.family != "memory" for defect in chosen.values()),
+        )
+        with contextlib.closing(run(schedule)) as results:
+            for name, verdicts in results:
+                if name == ENVIRONMENT:
+                    described = verdicts[0]
+                    continue
+                rows[name] = _row(chosen[name], *verdicts)
+                if progress is not None:
+                    progress(rows[name])
+    return DoctorReport(tuple(rows[name] for name in chosen), _environment(described))
 
 
-def select(
-    rows: Iterable[Defect | BrokenDefect], only: Iterable[str] | None, family: str | None
-) -> list[Defect | BrokenDefect]:
-    """Pick rows of the catalog by identifier and family.
-
-    Broken plug-ins belong to no family, so they are part of each.
+def select(only: Iterable[str] | None, family: str | None) -> list[Defect]:
+    """Pick defects of the catalog by identifier and family.
 
     Raises:
         ValueError: if an identifier is unknown, with the nearest ones, or a family,
-            or no row that is both.
+            or no defect that is both.
 
     """
-    rows = list(rows)
     if family is not None and family not in FAMILIES:
         raise ValueError(f"no family {family!r}; the families are {', '.join(FAMILIES)}")
-    families = {row.id: None if isinstance(row, BrokenDefect) else row.family for row in rows}
-    wanted = list(families) if only is None else [only] if isinstance(only, str) else list(only)
+    known = {defect.id: defect for defect in all_defects()}
+    wanted = list(known) if only is None else [only] if isinstance(only, str) else list(only)
     for identifier in wanted:
-        if identifier not in families:
-            raise ValueError(_unknown(identifier, list(families)))
-    of_family = FAMILIES if family is None else (family,)
-    chosen = [row for row in rows if row.id in wanted and families[row.id] in (*of_family, None)]
+        if identifier not in known:
+            raise ValueError(_unknown(identifier, list(known)))
+    chosen = [
+        each for each in known.values() if each.id in wanted and family in (None, each.family)
+    ]
     if wanted and not chosen:
-        named = ", ".join(f"{each} is of the family {families[each]!r}" for each in wanted)
+        named = ", ".join(f"{each} is of the family {known[each].family!r}" for each in wanted)
         raise ValueError(f"nothing to probe in the family {family!r}: {named}")
     return chosen
 
@@ -195,62 +206,7 @@ def _unknown(identifier: str, known: list[str]) -> str:
     return f"no defect {identifier!r} in the catalog; {hint}"
 
 
-class _Examination:
-    """Follows the processes and completes one row after the other."""
-
-    def __init__(
-        self,
-        chosen: list[Defect | BrokenDefect],
-        progress: Callable[[Row], None],
-        workers: int,
-    ) -> None:
-        self._chosen = chosen
-        self._progress = progress
-        self._defects = {row.id: row for row in chosen if isinstance(row, Defect)}
-        self._bare: dict[str, Verdict] = {}
-        self._rows: dict[str, Row] = {}
-        self._workers = workers
-
-    def run(self, folder: str, timeout: float) -> DoctorReport:
-        # What compiles takes longest, so it starts first.
-        quick = {name for name, defect in self._defects.items() if defect.family == "memory"}
-        schedule = Schedule(
-            (ENVIRONMENT, *map(Task, sorted(self._defects, key=quick.__contains__))),
-            guarded=tuple(name for name, defect in self._defects.items() if defect.guards),
-            folder=folder,
-            workers=self._workers,
-            timeout=timeout,
-            compiles=len(quick) < len(self._defects),
-        )
-        described = Verdict("broken")
-        for row in self._chosen:
-            if isinstance(row, BrokenDefect):
-                bare = Verdict("broken", row.reason)
-                self._report(Row(row.id, None, (), "", bare=bare, guarded=Verdict("-")))
-        with contextlib.closing(run(schedule)) as happening:
-            for event in happening:
-                if event.task != ENVIRONMENT:
-                    self._handle(self._defects[event.task.id], event)
-                else:
-                    described = event.verdict
-        rows = tuple(self._rows[row.id] for row in self._chosen)
-        return DoctorReport(rows, _environment(described))
-
-    def _handle(self, defect: Defect, event: Event) -> None:
-        verdict = event.verdict
-        if event.task.guarded:
-            self._report(_row(defect, self._bare[defect.id], verdict))
-        elif verdict.live and defect.guards:
-            self._bare[defect.id] = verdict  # the guarded run follows
-        else:
-            self._report(_row(defect, verdict, None))
-
-    def _report(self, row: Row) -> None:
-        self._rows[row.id] = row
-        self._progress(row)
-
-
-def _row(defect: Defect, bare: Verdict, guarded: Verdict | None) -> Row:
+def _row(defect: Defect, bare: Verdict, guarded: Verdict | None = None) -> Row:
     if guarded is None:  # there was no guarded run
         if bare.live:
             guarded = Verdict("open", "no guard yet")

@@ -2,7 +2,7 @@
 
 Three kinds of process:
 
-- the doctor's, which starts one supervisor and reads events from a pipe, as lines of JSON;
+- the doctor's, which starts one supervisor and reads verdicts from a pipe, as lines of JSON;
 - the supervisor, which starts a process for each probe with ``multiprocessing`` and waits for it:
   on Linux as a fork of ``multiprocessing``'s server, which has imported torch and its compiler
   once, elsewhere in a fresh interpreter;
@@ -22,22 +22,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torchguard._files import write_text
-from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, error_text, find
+from torchguard.defects.catalog import CALLED_GUARDS, Defect, NotRunHere, find
 
 _LOOK = 1.0  # seconds after which processes are looked at even if nothing was reported
 _LOG_TAIL = 4000  # bytes kept of what a process wrote
+_STDIN = 0
 
 # What the server of the probes' processes imports. An import that fails is reported by the probe
 # that needs it: multiprocessing ignores it.
@@ -50,6 +50,9 @@ _PRELOADED = [
     ),
 ]
 _COMPILER = ["torchguard._torch.compiler"]
+
+ENVIRONMENT = ""
+"""In the place of a defect: describes torch and the GPU, "absent" and JSON if all is well."""
 
 
 Status = Literal[
@@ -66,7 +69,7 @@ Status = Literal[
     "-",  # nothing to close
     # Of either:
     "not run",  # this machine lacks what the probe needs; never to be read as closed
-    "broken",  # the probe or the plug-in itself failed: it proves nothing
+    "broken",  # the probe itself failed: it proves nothing
 ]
 
 
@@ -88,22 +91,15 @@ class Verdict:
         return self.status in {"corrupt", "wrong result", "crash"}
 
 
-class Event(NamedTuple):
-    """A process has ended."""
-
-    task: Task
-    verdict: Verdict
-
-
 @dataclass(frozen=True)
 class Schedule:
     """Everything the supervisor needs to know; it travels there as JSON."""
 
-    tasks: tuple[Task, ...]
-    """The processes to run, in the order in which they start."""
+    names: tuple[str, ...]
+    """The defects to probe, in the order in which they start."""
 
     guarded: tuple[str, ...]
-    """Defects that are probed a second time, guarded, when the bare run has shown them."""
+    """Those that are probed a second time, guarded, when the bare run has shown them."""
 
     folder: str
     """Temporary folder for verdicts, logs, the shared compile cache and the probes' own files."""
@@ -113,38 +109,23 @@ class Schedule:
     compiles: bool
     """Whether any of them uses torch.compile: then the compiler is imported before forking."""
 
-    def follow_up(self, task: Task, verdict: Verdict) -> list[Task]:
-        """Return the run that has to follow ``task``: a live defect is probed again, guarded."""
-        again = not task.guarded and verdict.live and task.id in self.guarded
-        return [Task(task.id, guarded=True)] if again else []
-
 
 # --- the doctor's process
 
 
-def run(schedule: Schedule) -> Generator[Event]:
-    """Run the schedule; yields as things happen, and ends every process when it is closed."""
-    left = dict.fromkeys(schedule.tasks)
-    with contextlib.closing(_from_supervisor(schedule)) as events:
-        for event in events:
-            del left[event.task]
-            left |= dict.fromkeys(schedule.follow_up(event.task, event.verdict))
-            yield event
-    for task in left:
-        text = "the process that starts the probes has ended"
-        log = _tail(Path(schedule.folder, "supervisor.log"))
-        yield Event(task, Verdict("broken", text, log=log))
+def run(schedule: Schedule) -> Generator[tuple[str, list[Verdict]]]:
+    """Yield each defect with the verdict of its bare run, and that of the guarded one if it ran.
 
-
-def _from_supervisor(schedule: Schedule) -> Generator[Event]:
-    """Let a supervisor run the schedule; ends early when the supervisor does."""
-    with Path(schedule.folder, "supervisor.log").open("ab") as log:
+    Closing the generator ends every process.
+    """
+    log = Path(schedule.folder, "supervisor.log")
+    with log.open("ab") as errors:
         supervisor = subprocess.Popen(  # noqa: S603 - our own interpreter and our own code
             [sys.executable, "-c", f"from {__name__} import supervise; supervise()"],
             env=_environment(schedule.folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=errors,
             # Ctrl-C at a terminal is for this process, which ends the supervisor in good order.
             start_new_session=True,
             text=True,
@@ -152,13 +133,18 @@ def _from_supervisor(schedule: Schedule) -> Generator[Event]:
         )
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None
+    left = dict.fromkeys(schedule.names)
     try:
         with contextlib.suppress(BrokenPipeError):
             supervisor.stdin.write(json.dumps(asdict(schedule)) + "\n")
             supervisor.stdin.flush()
         for line in supervisor.stdout:
-            task, verdict = json.loads(line)
-            yield Event(Task(*task), Verdict(**verdict))
+            name, verdicts = json.loads(line)
+            del left[name]
+            yield name, [Verdict(**each) for each in verdicts]
+        text = "the process that starts the probes has ended"
+        for name in left:
+            yield name, [Verdict("broken", text, log=_tail(log))]
     finally:
         # An end of file on its input is what tells the supervisor to end its children.
         with contextlib.suppress(BrokenPipeError):
@@ -197,13 +183,14 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def supervise() -> None:
-    """Run the schedule on standard input and write its events to standard output."""
-    _no_core_dumps()
-    # Whatever an import prints goes to the log, not between the events.
+    """Run the schedule on standard input and write its verdicts to standard output."""
+    import resource  # noqa: PLC0415 - POSIX only, as this function
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes writes no memory to disk
+    # Whatever an import prints goes to the log, not between the verdicts.
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    values = json.loads(sys.stdin.readline())
-    schedule = Schedule(**{**values, "tasks": tuple(Task(*task) for task in values["tasks"])})
+    schedule = Schedule(**json.loads(sys.stdin.readline()))
     # Not macOS: its system libraries refuse to work in a fork.
     processes: Any = multiprocessing.get_context(
         "forkserver" if sys.platform == "linux" else "spawn"
@@ -212,45 +199,35 @@ def supervise() -> None:
         # The server's socket lies there: its path has at most 108 bytes, however long TMPDIR is.
         tempfile.tempdir = "/tmp"  # noqa: S108 - multiprocessing makes a folder of its own in it
         processes.set_forkserver_preload(_PRELOADED + _COMPILER * schedule.compiles)
-    _run_all(schedule, processes, channel, _readable_at_end_of_input())
+    _run_all(schedule, processes, channel)
 
 
-def _readable_at_end_of_input() -> Connection:
-    """Return what can be waited for on Windows as well, where standard input can't."""
-    reader, writer = multiprocessing.Pipe(duplex=False)
-
-    def close_at_end() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock the exit of the interpreter needs
-            pass
-        writer.close()
-
-    threading.Thread(target=close_at_end, daemon=True).start()
-    return reader
-
-
-def _run_all(schedule: Schedule, processes: Any, channel: int, doctor_is_gone: Connection) -> None:
-    """Keep ``schedule.workers`` processes running until every task has a verdict."""
-
-    def send(event: Event) -> None:
-        os.write(channel, f"{json.dumps([event.task, asdict(event.verdict)])}\n".encode())
-
-    waiting, started = deque(schedule.tasks), 0
+def _run_all(schedule: Schedule, processes: Any, channel: int) -> None:
+    """Keep ``schedule.workers`` processes running until every defect has its verdicts."""
+    bare: dict[str, Verdict] = {}
+    waiting, started = deque(schedule.names), 0
     running: list[_Running] = []
     try:
         while waiting or running:
             while waiting and len(running) < schedule.workers:
-                running.append(_Running(started, waiting.popleft(), schedule, processes))
+                name = waiting.popleft()
+                running.append(_Running(started, name, name in bare, schedule, processes))
                 started += 1
             # A spawned process that leaves a child behind may end without its sentinel being
             # ready: the child has the other end of that pipe. So each is looked at once a second.
-            ready = wait([doctor_is_gone, *(each.sentinel for each in running)], _LOOK)
-            if doctor_is_gone in ready:
+            ready = wait([_STDIN, *(each.sentinel for each in running)], _LOOK)
+            if _STDIN in ready:  # its end: the doctor is gone
                 return
             for each in [each for each in running if each.has_ended()]:
                 verdict = each.verdict()
                 running.remove(each)
-                waiting.extendleft(schedule.follow_up(each.task, verdict))
-                send(Event(each.task, verdict))
+                if not each.guarded and verdict.live and each.name in schedule.guarded:
+                    bare[each.name] = verdict
+                    waiting.appendleft(each.name)
+                else:
+                    verdicts = [bare[each.name], verdict] if each.guarded else [verdict]
+                    line = json.dumps([each.name, [asdict(verdict) for verdict in verdicts]])
+                    os.write(channel, f"{line}\n".encode())
     finally:
         for each in running:
             each.kill()
@@ -259,14 +236,16 @@ def _run_all(schedule: Schedule, processes: Any, channel: int, doctor_is_gone: C
 class _Running:
     """One process from its start to its verdict."""
 
-    def __init__(self, number: int, task: Task, schedule: Schedule, processes: Any) -> None:
-        self.task = task
+    def __init__(
+        self, number: int, name: str, guarded: bool, schedule: Schedule, processes: Any
+    ) -> None:
+        self.name, self.guarded = name, guarded
         self._timeout = schedule.timeout
         self._started = time.monotonic()
         self._verdict_path = Path(schedule.folder, f"{number}.json")
         self._log_path = self._verdict_path.with_suffix(".log")
-        arguments = task, self._verdict_path, self._log_path
-        self._process = processes.Process(target=run_task, args=arguments)
+        arguments = name, guarded, self._verdict_path, self._log_path
+        self._process = processes.Process(target=run_probe, args=arguments)
         self._process.start()
         self.sentinel: int = self._process.sentinel
 
@@ -276,14 +255,14 @@ class _Running:
 
     def verdict(self) -> Verdict:
         """Return how it ended; past its time it is killed."""
-        seconds, status, guarded = self._seconds(), self._process.exitcode, self.task.guarded
+        seconds, status = self._seconds(), self._process.exitcode
         self.kill()  # what a probe leaves running ends with it
         if status is None:
             text = f"no answer after {self._timeout:g} seconds"
-            verdict = Verdict("open" if guarded else "timeout", text)
+            verdict = Verdict("open" if self.guarded else "timeout", text)
         elif status != 0:
-            text = _name_of(status)
-            verdict = Verdict("open", f"crash: {text}") if guarded else Verdict("crash", text)
+            text = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            verdict = Verdict("open", f"crash: {text}") if self.guarded else Verdict("crash", text)
         else:
             try:
                 verdict = Verdict(**json.loads(self._verdict_path.read_text(encoding="utf-8")))
@@ -294,10 +273,9 @@ class _Running:
 
     def kill(self) -> None:
         """End the process and everything it has started, and wait for it."""
-        if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # it may not lead its group yet; Windows has no groups to kill
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # it may not lead its group yet
         self._process.join()
 
     def _seconds(self) -> float:
@@ -310,50 +288,15 @@ class _Running:
 
 
 def _tail(path: Path) -> str:
-    try:
-        return path.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
-
-
-def _name_of(status: int) -> str:
-    """Say in words how a process died."""
-    if status < 0:
-        try:
-            return signal.Signals(-status).name
-        except ValueError:
-            return f"signal {-status}"
-    if status == 0xC0000005:  # noqa: PLR2004 - Windows' STATUS_ACCESS_VIOLATION
-        return "ACCESS_VIOLATION"
-    return f"exit status {status}" if status < 256 else f"exit status {status:#x}"  # noqa: PLR2004
-
-
-def _no_core_dumps() -> None:
-    """Keep this process and its children from writing their memory to disk when they crash."""
-    if sys.platform != "win32":
-        import resource  # noqa: PLC0415 - POSIX only
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return path.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace")
 
 
 # ---- the process of a probe ----
 
 
-class Task(NamedTuple):
-    """One process to run: a defect's probe, bare or guarded."""
-
-    id: str
-    guarded: bool = False
-
-
-ENVIRONMENT = Task("")
-"""Describes torch and the GPU instead of running a probe: "absent", and JSON, if all is well."""
-
-
-def run_task(task: Task, verdict_path: Path, log_path: Path) -> NoReturn:
-    """Carry out ``task`` and write the verdict, whatever the probe raises."""
-    if os.name == "posix":
-        os.setpgid(0, 0)  # a group that is killed together
+def run_probe(name: str, guarded: bool, verdict_path: Path, log_path: Path) -> NoReturn:
+    """Run a defect's probe and write the verdict, whatever the probe raises."""
+    os.setpgid(0, 0)  # a group that is killed together
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(log_path, flags)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -361,10 +304,11 @@ def run_task(task: Task, verdict_path: Path, log_path: Path) -> NoReturn:
     # A probe may look for one, so none is ignored; as an error (-W error) it would end the probe.
     warnings.simplefilter("default")
     try:
-        verdict = _describe() if task == ENVIRONMENT else _probe(find(task.id), task.guarded)
+        verdict = _describe() if name == ENVIRONMENT else _probe(find(name), guarded)
     except BaseException as error:  # noqa: BLE001 - a probe that raises is a row as well
         traceback.print_exc()  # into the log of this process
-        verdict = Verdict("broken", error_text(error))
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        verdict = Verdict("broken", text)
     # A probe may die while it writes elsewhere; half a verdict must not look like one.
     write_text(verdict_path, json.dumps(asdict(verdict)), fsync=False)
     sys.stdout.flush()
@@ -374,10 +318,14 @@ def run_task(task: Task, verdict_path: Path, log_path: Path) -> NoReturn:
 
 
 def _probe(defect: Defect, guarded: bool) -> Verdict:
-    probe = (guarded and defect.guarded_probe) or defect.probe
+    import torchguard  # noqa: PLC0415 - imports torch
+
+    names: list[Any] = [name for name in defect.guards if name not in CALLED_GUARDS]
+    # As a user would; a guard that is called is called by the probe.
+    installed = torchguard.install(*names) if guarded and names else contextlib.nullcontext()
     try:
-        with _guards_on(defect) if guarded else contextlib.nullcontext():
-            seen = probe()
+        with installed:
+            seen = defect.run(guarded=guarded)
     except NotRunHere as reason:
         return Verdict("not run", str(reason))
     if seen is not None and not isinstance(seen, str):
@@ -388,18 +336,6 @@ def _probe(defect: Defect, guarded: bool) -> Verdict:
     else:
         status = "open" if guarded else "corrupt" if defect.family == "memory" else "wrong result"
     return Verdict(status, seen or "")
-
-
-@contextlib.contextmanager
-def _guards_on(defect: Defect) -> Iterator[None]:
-    """Switch the defect's guards on as a user would; a guarded probe makes its calls itself."""
-    import torchguard  # noqa: PLC0415 - imports torch
-
-    with contextlib.ExitStack() as stack:
-        names: list[Any] = [name for name in defect.guards if name not in CALLED_GUARDS]
-        if names:
-            stack.enter_context(torchguard.install(*names))
-        yield
 
 
 def _describe() -> Verdict:

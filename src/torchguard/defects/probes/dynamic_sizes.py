@@ -17,8 +17,6 @@ from torchguard.defects.probes import compile_defect, issues
 
 _bucketed_defect = partial(compile_defect, guards=("bucketed",))
 
-_STEP, _BUCKETS, _PADDING = 8, 20, 3
-
 _Backend = Callable[..., Any]
 _Wrap = Callable[[_Backend], Callable[[Tensor], object]]
 """Compiles ``_double`` with a backend."""
@@ -26,6 +24,11 @@ _Wrap = Callable[[_Backend], Callable[[Tensor], object]]
 
 def _double(values: Tensor) -> Tensor:
     return values * 2
+
+
+def _is_symbolic(value: object) -> bool:
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _has_symbol_by_graph(wrap: _Wrap, lengths: Iterable[int]) -> list[bool]:
@@ -42,67 +45,56 @@ def _has_symbol_by_graph(wrap: _Wrap, lengths: Iterable[int]) -> list[bool]:
     return found
 
 
-def _compiled(backend: _Backend, *, dynamic: bool | None) -> Callable[[Tensor], object]:
-    return torch.compile(_double, backend=backend, dynamic=dynamic)
+def _compiled(backend: _Backend) -> Callable[[Tensor], object]:
+    return torch.compile(_double, backend=backend)
 
 
-def _double_in_buckets(sizes: Buckets, backend: _Backend) -> Callable[[Tensor], Tensor]:
-    options = {"backend": backend}
-    return bucketed(_double, dims={"values": {0: "t"}}, buckets=sizes, compile=options)
+def _static(backend: _Backend) -> Callable[[Tensor], object]:
+    return torch.compile(_double, backend=backend, dynamic=False)
 
 
-def _is_symbolic(value: object) -> bool:
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+def _padded_by_hand(backend: _Backend) -> Callable[[Tensor], object]:
+    double = _compiled(backend)
+    return lambda x: double(functional.pad(x, (0, _PADDING)))
 
 
-def _graphs_of_20_buckets(wrap: _Wrap) -> str | None:
-    """Call a wrapped function with 20 lengths, one per bucket; say which graphs are symbolic."""
-    buckets = range(_STEP, _STEP * _BUCKETS + 1, _STEP)
-    symbolic = _has_symbol_by_graph(wrap, (bucket - _PADDING for bucket in buckets))
-    if len(symbolic) == _BUCKETS and not any(symbolic):
-        return None
-    return f"{_BUCKETS} buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
+def _in_buckets(sizes: Iterable[int]) -> _Wrap:
+    return lambda backend: bucketed(
+        _double, dims={"values": {0: "t"}}, buckets=Buckets(sizes), compile={"backend": backend}
+    )
+
+
+_20_BUCKETS, _PADDING = range(8, 168, 8), 3
 
 
 @_bucketed_defect(
     "padding to buckets does not keep a plain torch.compile from a symbolic dim",
     upstream=issues(190631),
-    guarded_probe=lambda: _graphs_of_20_buckets(
-        partial(_double_in_buckets, Buckets(range(_STEP, _STEP * _BUCKETS + 1, _STEP)))
-    ),
+    guarded_with=_in_buckets(_20_BUCKETS),
 )
-def auto_dynamic() -> str | None:
-    """Pad by hand: Dynamo marks a dim that changed as dynamic (``automatic_dynamic_shapes``)."""
+def auto_dynamic(wrap: _Wrap = _padded_by_hand) -> str | None:
+    """Call with 20 lengths, one per bucket, and ask for symbolic sizes in the graphs.
 
-    def wrap(backend: _Backend) -> Callable[[Tensor], object]:
-        double = torch.compile(_double, backend=backend)
-        return lambda x: double(functional.pad(x, (0, _PADDING)))
-
-    return _graphs_of_20_buckets(wrap)
-
-
-_MANY_LENGTHS = range(2, 18)
-
-
-def _eager_calls_of_16_lengths(wrap: _Wrap) -> str | None:
-    """Call a wrapped function with 16 lengths, each a graph of its own, and count the graphs."""
-    eager_calls = len(_MANY_LENGTHS) - len(_has_symbol_by_graph(wrap, _MANY_LENGTHS))
-    if not eager_calls:
+    Dynamo marks a dim that changed as dynamic (``automatic_dynamic_shapes``).
+    """
+    symbolic = _has_symbol_by_graph(wrap, (bucket - _PADDING for bucket in _20_BUCKETS))
+    if len(symbolic) == len(_20_BUCKETS) and not any(symbolic):
         return None
-    return f"{eager_calls} of {len(_MANY_LENGTHS)} lengths ran eager, with no exception"
+    return f"20 buckets gave {len(symbolic)} graphs, {sum(symbolic)} with a symbolic dim"
+
+
+_16_LENGTHS = range(2, 18)
 
 
 @_bucketed_defect(
     "past 8 variants of a compiled function every new one runs eager, with one log line",
     upstream=issues(128071),
-    guarded_probe=lambda: _eager_calls_of_16_lengths(
-        partial(_double_in_buckets, Buckets(_MANY_LENGTHS))
-    ),
+    guarded_with=_in_buckets(_16_LENGTHS),
 )
-def recompile_limit() -> str | None:
+def recompile_limit(wrap: _Wrap = _static) -> str | None:
     """Compile one variant per length: of a code object Dynamo keeps ``recompile_limit``."""
-    return _eager_calls_of_16_lengths(partial(_compiled, dynamic=False))
+    eager_calls = len(_16_LENGTHS) - len(_has_symbol_by_graph(wrap, _16_LENGTHS))
+    return f"{eager_calls} of 16 lengths ran eager, with no exception" if eager_calls else None
 
 
 _NINE_LENGTHS = range(16, 25)
@@ -119,11 +111,37 @@ def _recorded() -> int:
     return counters["inductor"]["cudagraph_recorded_non_static_inputs"]
 
 
-def _recordings(run: Callable[[Tensor], object]) -> str | None:
-    """Call a compiled model with each length; say for how many a CUDA graph was recorded."""
+def _for_any_length() -> Callable[[Tensor], object]:
+    compiled = torch.compile(_model, mode="reduce-overhead")
+
+    def run(x: Tensor) -> None:
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x)
+
+    return run
+
+
+def _for_2_buckets() -> Callable[[Tensor], object]:
+    mode = {"mode": "reduce-overhead"}
+    return bucketed(_model, dims={"x": {0: "t"}}, buckets=[16, 24], compile=mode)
+
+
+@_bucketed_defect(
+    'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
+    upstream=issues(188150),
+    guarded_with=_for_2_buckets,
+)
+def cudagraph_shapes(
+    compiled: Callable[[], Callable[[Tensor], object]] = _for_any_length,
+) -> str | None:
+    """Count the CUDA graphs recorded for one model and nine lengths.
+
+    ``deferred_cudagraphify`` (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of
+    symbolic sizes, without a limit; torch warns at the ninth size (up to 2.9 at the fifty-first).
+    """
     if not torch.cuda.is_available():
         raise NotRunHere("needs a CUDA GPU")
-    recordings = 0
+    run, recordings = compiled(), 0
     for length in _NINE_LENGTHS:
         x = torch.ones(length, 4, device="cuda")
         before = _recorded()
@@ -138,31 +156,6 @@ def _recordings(run: Callable[[Tensor], object]) -> str | None:
     return f"{len(_NINE_LENGTHS)} input lengths: {recordings} CUDA graphs recorded"
 
 
-def _recordings_of_2_buckets() -> str | None:
-    mode = {"mode": "reduce-overhead"}
-    return _recordings(bucketed(_model, dims={"x": {0: "t"}}, buckets=[16, 24], compile=mode))
-
-
-@_bucketed_defect(
-    'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
-    upstream=issues(188150),
-    guarded_probe=_recordings_of_2_buckets,
-)
-def cudagraph_shapes() -> str | None:
-    """Count the CUDA graphs recorded for one model and nine lengths.
-
-    ``deferred_cudagraphify`` (``torch/_inductor/cudagraph_trees.py``) keeps one per combination of
-    symbolic sizes, without a limit; torch warns at the ninth size (up to 2.9 at the fifty-first).
-    """
-    compiled = torch.compile(_model, mode="reduce-overhead")
-
-    def run(x: Tensor) -> None:
-        torch._dynamo.mark_dynamic(x, 0)
-        compiled(x)
-
-    return _recordings(run)
-
-
 # T time, padded from 3 to 4; F features: 2 in, 1 out. So little that what is written behind
 # the 12 bytes of the last tensor stays in the space that malloc leaves there.
 
@@ -174,10 +167,31 @@ def _pad(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return functional.pad(x, padding), functional.pad(torch.relu(x @ weight), padding)
 
 
-def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
+def _padded(x: Tensor, weight: Tensor) -> Any:
+    torch._dynamo.mark_dynamic(x, 0)
+    return torch.compile(_pad)(x, weight)
+
+
+def _padded_in_buckets(x: Tensor, weight: Tensor) -> Any:
+    # The program pads with zeros too, so what is behind x has to be zeros.
+    zeros = {"x": 0}
+    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=[4, 8], fill=zeros, compile=True)
+    return pad(x, weight)
+
+
+@_bucketed_defect(
+    "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
+    upstream=issues(169760),
+    guarded_with=_padded_in_buckets,
+)
+def pad_dynamic(run: Callable[[Tensor, Tensor], Any] = _padded) -> str | None:
     """Compare the padding with eager, and the result's size with that of its memory.
 
     On the CPU, and on a GPU where there is one: inductor writes other code for it.
+
+    Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``), so
+    ``-n % 2`` lay in [-1, 0]. Inductor then leaves out the test for the end of the input (2.6),
+    or pads in place, in a buffer that is too small (2.8 and 2.9).
     """
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         memory = torch.ones(4, 2, device=device)
@@ -190,33 +204,6 @@ def _compare_padding(run: Callable[[Tensor, Tensor], Any]) -> str | None:
         if product.untyped_storage().nbytes() < product.numel() * product.element_size():
             return f"{where}F.pad(y, (0, 0, 0, -n % 2)) wrote behind the end of the memory of y"
     return None
-
-
-def _padding_in_buckets() -> str | None:
-    # The program pads with zeros too, so what is behind x has to be zeros.
-    zeros = {"x": 0}
-    pad = bucketed(_pad, dims={"x": {0: "t"}}, buckets=[4, 8], fill=zeros, compile=True)
-    return _compare_padding(pad)
-
-
-@_bucketed_defect(
-    "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
-    upstream=issues(169760),
-    guarded_probe=_padding_in_buckets,
-)
-def pad_dynamic() -> str | None:
-    """Compile with a dim that is marked dynamic.
-
-    Up to 2.9 torch bounded Python's ``%`` with C's rule (``torch/utils/_sympy/interp.py``), so
-    ``-n % 2`` lay in [-1, 0]. Inductor then leaves out the test for the end of the input (2.6),
-    or pads in place, in a buffer that is too small (2.8 and 2.9).
-    """
-
-    def run(x: Tensor, weight: Tensor) -> Any:
-        torch._dynamo.mark_dynamic(x, 0)
-        return torch.compile(_pad)(x, weight)
-
-    return _compare_padding(run)
 
 
 _SIZES = (4, 5, 6, 7)
@@ -270,7 +257,7 @@ def static_threads() -> str | None:
     https://github.com/pytorch/pytorch/issues/186537
     """
     _overlapping_calls()
-    graphs = len(_has_symbol_by_graph(partial(_compiled, dynamic=None), _SIZES))
+    graphs = len(_has_symbol_by_graph(_compiled, _SIZES))
     if graphs < len(_SIZES):
         return None
     return f"{len(_SIZES)} sizes gave {graphs} graphs of another function, after 2 threads"

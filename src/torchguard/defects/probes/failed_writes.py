@@ -112,37 +112,20 @@ def stride_overflow() -> str | None:
     return None
 
 
-def _shrunk() -> Tensor:
-    t = torch.ones(4)
-    t.untyped_storage().resize_(0)
-    return t
-
-
-def _ask_first() -> str | None:
-    """Ask ``check_consistent`` which tensor is spoiled, before anything reads it."""
-    tensors = {"intact": torch.ones(4), "shrunk": _shrunk()}
-    try:
-        torchguard.check_consistent(tensors)
-    except torchguard.InconsistentTensorError as error:
-        text = str(error)
-        if "shrunk" in text and "intact" not in text:
-            return None
-        return "check_consistent raised, but did not name the tensor"
-    return "check_consistent accepted a tensor without memory"
-
-
 @memory_defect(
     "after storage.resize_(0) any access to the tensor reads memory that is gone",
     upstream=issues(171676),
     guards=("check_consistent",),
-    guarded_probe=_ask_first,
+    guarded_with=torchguard.check_consistent,
     only_detects=True,
     limits="the access itself still reads that memory: check before it, where a storage may shrink",
 )
-def storage_shrunk() -> str | None:
+def storage_shrunk(check: Callable[[Tensor], object] = lambda _: None) -> str | None:
     """Read a tensor whose storage was shrunk to nothing: a null pointer."""
-    t = _shrunk()
+    t = torch.ones(4)
+    t.untyped_storage().resize_(0)
     try:
+        check(t)
         total = t.sum().item()
     except RuntimeError:
         return None
@@ -200,16 +183,12 @@ def _damage_of(out: Tensor, call: _Call, scope: _Scope) -> str | None:
 @memory_defect(
     "a failing out= call leaves out resized or filled with garbage",
     guards=("rollback_on_error",),
-    guarded_probe=lambda: _fail_into_out(_rolled_back),
+    guarded_with=_rolled_back,
     limits='install("out") restores shape and storage for every call, and leaves what was written, '
     "with the version counter moved on",
 )
-def out_garbage() -> str | None:
+def out_garbage(scope: _Scope = nullcontext) -> str | None:
     """Let each call fail once into an empty ``out`` and once into one that holds data."""
-    return _fail_into_out(nullcontext)
-
-
-def _fail_into_out(scope: _Scope) -> str | None:
     damaged: dict[str, str] = {}
     for name, dtype, call in _OUT_CASES:
         # 77 is no result of any of these calls.
@@ -267,14 +246,10 @@ def _gradient_error(call: _Call, scope: _Scope) -> float:
 @memory_defect(
     "an indexed write that raises has written part of its rows; backward uses them",
     guards=("rollback_on_error",),
-    guarded_probe=lambda: _fail_to_write(_rolled_back),
+    guarded_with=_rolled_back,
 )
-def index_partial() -> str | None:
+def index_partial(scope: _Scope = nullcontext) -> str | None:
     """Let each write fail between a forward and its backward and look at the gradient."""
-    return _fail_to_write(nullcontext)
-
-
-def _fail_to_write(scope: _Scope) -> str | None:
     errors = {name: _gradient_error(call, scope) for name, call in _WRITES}
     wrong = [name for name, error in errors.items() if error > 0]
     if not wrong:

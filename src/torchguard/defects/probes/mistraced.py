@@ -15,8 +15,6 @@ from torchguard.defects.probes import compile_defect, issues
 
 _Compile = Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
 
-_mistraced = partial(compile_defect, guards=("verified_python",))
-
 
 def _compiled(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return torch.compile(function, backend="eager")
@@ -34,7 +32,16 @@ def _compared(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return call
 
 
-def _tensor_of_size(compile_: _Compile) -> str | None:
+_mistraced = partial(compile_defect, guards=("verified_python",), guarded_with=_compared)
+
+
+@_mistraced(
+    "compiled: torch.Tensor(x.size()) holds the sizes as data",
+    upstream=issues(196467),
+    advice="Write torch.empty(x.size()).",
+)
+def dynamo_tensor_of_size(compile_: _Compile = _compiled) -> str | None:
+    """Make a tensor of a size: Dynamo writes a tuple into the graph, which is taken for data."""
     x = torch.ones(2, 3)
     eager, compiled = torch.Tensor(x.size()), compile_(lambda x: torch.Tensor(x.size()))(x)
     if compiled.shape == eager.shape:
@@ -43,17 +50,14 @@ def _tensor_of_size(compile_: _Compile) -> str | None:
 
 
 @_mistraced(
-    "compiled: torch.Tensor(x.size()) holds the sizes as data",
-    upstream=issues(196467),
-    guarded_probe=lambda: _tensor_of_size(_compared),
-    advice="Write torch.empty(x.size()).",
+    "compiled: a number in a class that has changed since is still the old one",
+    upstream=issues(176851),
+    advice="Keep the number in a module or an instance, or pass it as an argument.",
+    limits="Closed in calls that are compared: every=1 compares each, every=1000 one of 1000.",
 )
-def dynamo_tensor_of_size() -> str | None:
-    """Make a tensor of a size: Dynamo writes a tuple into the graph, which is taken for data."""
-    return _tensor_of_size(_compiled)
+def dynamo_stale_global(compile_: _Compile = _compiled) -> str | None:
+    """Change a class attribute between two calls: Dynamo has made no guard for it."""
 
-
-def _stale_global(compile_: _Compile) -> str | None:
     class Settings:
         factor = 1.0
 
@@ -68,18 +72,13 @@ def _stale_global(compile_: _Compile) -> str | None:
 
 
 @_mistraced(
-    "compiled: a number in a class that has changed since is still the old one",
-    upstream=issues(176851),
-    guarded_probe=lambda: _stale_global(_compared),
-    advice="Keep the number in a module or an instance, or pass it as an argument.",
-    limits="Closed in calls that are compared: every=1 compares each, every=1000 one of 1000.",
+    "compiled: an append to a list that a class holds is lost",
+    upstream=issues(169253),
+    advice="Return the value and append it outside the compiled function.",
 )
-def dynamo_stale_global() -> str | None:
-    """Change a class attribute between two calls: Dynamo has made no guard for it."""
-    return _stale_global(_compiled)
+def dynamo_lost_append(compile_: _Compile = _compiled) -> str | None:
+    """Append to a list in a class: Dynamo traces the append and does not write it back."""
 
-
-def _lost_append(compile_: _Compile) -> str | None:
     class Log:
         lines: list[int] = []  # noqa: RUF012 - shared by every instance on purpose
 
@@ -92,14 +91,3 @@ def _lost_append(compile_: _Compile) -> str | None:
         call(x)
     found = len(Log.lines)
     return None if found == 2 else f"2 calls have appended {found} times"  # noqa: PLR2004
-
-
-@_mistraced(
-    "compiled: an append to a list that a class holds is lost",
-    upstream=issues(169253),
-    guarded_probe=lambda: _lost_append(_compared),
-    advice="Return the value and append it outside the compiled function.",
-)
-def dynamo_lost_append() -> str | None:
-    """Append to a list in a class: Dynamo traces the append and does not write it back."""
-    return _lost_append(_compiled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,6 +47,9 @@ def _in_transaction(
     return transaction(modules, optimizers, scaler)
 
 
+_transaction_defect = partial(memory_defect, guards=("transaction",), guarded_with=_in_transaction)
+
+
 def _parameter(values: Tensor, gradient: Tensor) -> Parameter:
     parameter = Parameter(values)
     parameter.grad = gradient
@@ -72,7 +76,14 @@ class _FailAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _partial(protect: _Protect) -> str | None:
+@_transaction_defect(
+    "an optimizer step that raises midway has updated part of the parameters and moments",
+    advice="After a caught exception in step(), reload the model and the optimizer from a "
+    "checkpoint instead of stepping again.",
+    limits="A fused step is not copied; if it raises, the error says so: undo='copy'.",
+)
+def optimizer_partial(protect: _Protect = _plain) -> str | None:
+    """Step over a sound parameter, then one whose rows share memory, which can't be written."""
     sound, unwritable = torch.zeros(3), torch.zeros(1).expand(3)
     parameters = [_parameter(each, torch.ones(3)) for each in (sound, unwritable)]
     optimizer = _Adam(parameters, lr=1.0)
@@ -85,23 +96,23 @@ def _partial(protect: _Protect) -> str | None:
     return seen if moved or counted else None
 
 
-@memory_defect(
-    "an optimizer step that raises midway has updated part of the parameters and moments",
-    guards=("transaction",),
-    guarded_probe=lambda: _partial(_in_transaction),
-    advice="After a caught exception in step(), reload the model and the optimizer from a "
-    "checkpoint instead of stepping again.",
-    limits="A fused step is not copied; if it raises, the error says so: undo='copy'.",
-)
-def optimizer_partial() -> str | None:
-    """Step over a sound parameter, then one whose rows share memory, which can't be written."""
-    return _partial(_plain)
+def _load_guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    torch.optim.Optimizer.load_state_dict(optimizer, state)  # as it is when the guard is on
 
 
 _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 
 
-def _write_past_moments(load: Callable[[Any, Any], Any]) -> str | None:
+@memory_defect(
+    "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
+    guards=("load",),
+    guarded_with=_load_guarded,
+    advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
+    "parameter, or leave fused off on CPU.",
+    limits="Moments that code puts into optimizer.state itself are not compared.",
+)
+def optimizer_state_shape(load: Callable[[Any, Any], Any] = _Adam.load_state_dict) -> str | None:
+    """Resume with moments of the old size, each followed by memory that can be watched."""
     memory = {name: torch.zeros(_NEW) for name in ("exp_avg", "exp_avg_sq")}
     moments = {name: whole[:_OLD] for name, whole in memory.items()}
     with contextlib.suppress(RuntimeError, ValueError):
@@ -113,20 +124,16 @@ def _write_past_moments(load: Callable[[Any, Any], Any]) -> str | None:
     return f"step() wrote {spoiled} floats past the end of its moments" if spoiled else None
 
 
-@memory_defect(
-    "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
-    guards=("load",),
-    guarded_probe=lambda: _write_past_moments(torch.optim.Optimizer.load_state_dict),
-    advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
-    "parameter, or leave fused off on CPU.",
-    limits="Moments that code puts into optimizer.state itself are not compared.",
+@_transaction_defect(
+    "a first step() that raises while it makes the state leaves half of it for ever",
+    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
 )
-def optimizer_state_shape() -> str | None:
-    """Resume with moments of the old size, each followed by memory that can be watched."""
-    return _write_past_moments(_Adam.load_state_dict)
+def optimizer_init_partial(protect: _Protect = _plain) -> str | None:
+    """Let the first step run out of memory while it makes the state, then step again.
 
-
-def _init_partial(protect: _Protect) -> str | None:
+    Adam makes only a state that is empty: with ``step`` and ``exp_avg`` in it, no ``exp_avg_sq``.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
+    """
     parameter = _parameter(torch.zeros(3), torch.ones(3))
     optimizer = _Adam([parameter], lr=1.0)
     with contextlib.suppress(RuntimeError), protect([], [optimizer], None), _FailAt("zeros_like"):
@@ -139,22 +146,17 @@ def _init_partial(protect: _Protect) -> str | None:
     return None
 
 
-@memory_defect(
-    "a first step() that raises while it makes the state leaves half of it for ever",
-    guards=("transaction",),
-    guarded_probe=lambda: _init_partial(_in_transaction),
-    advice="After a first step() that raised, call optimizer.state.clear() before the next.",
+@_transaction_defect(
+    "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
+    advice="After a first scale() that raised, make a new GradScaler.",
 )
-def optimizer_init_partial() -> str | None:
-    """Let the first step run out of memory while it makes the state, then step again.
+def scaler_init_partial(protect: _Protect = _plain) -> str | None:
+    """Let GradScaler run out of memory between its two tensors, then train a step.
 
-    Adam makes only a state that is empty: with ``step`` and ``exp_avg`` in it, no ``exp_avg_sq``.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/adam.py#L160
+    ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
+    makes neither where ``_scale`` is there.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
     """
-    return _init_partial(_plain)
-
-
-def _scaler_init_partial(protect: _Protect) -> str | None:
     scaler = torch.amp.GradScaler("cpu")
     weight = Parameter(torch.ones(1))
     optimizer = _held_by_an_optimizer(weight)
@@ -166,22 +168,6 @@ def _scaler_init_partial(protect: _Protect) -> str | None:
     except AssertionError as error:
         return f"after a first scale() that raised: {str(error).partition('.')[0]}"
     return None
-
-
-@memory_defect(
-    "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
-    guards=("transaction",),
-    guarded_probe=lambda: _scaler_init_partial(_in_transaction),
-    advice="After a first scale() that raised, make a new GradScaler.",
-)
-def scaler_init_partial() -> str | None:
-    """Let GradScaler run out of memory between its two tensors, then train a step.
-
-    ``_lazy_init_scale_growth_tracker`` makes ``_scale``, then ``_growth_tracker``; ``scale()``
-    makes neither where ``_scale`` is there.
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py#L169
-    """
-    return _scaler_init_partial(_plain)
 
 
 @memory_defect(
@@ -288,7 +274,13 @@ def _scaler_refuses_the_retry(protect: _Protect) -> bool:
     return refused
 
 
-def _retry(protect: _Protect) -> str | None:
+@_transaction_defect(
+    "a step retried after out of memory has doubled gradients and counts its batch twice",
+    advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
+    "and make a new GradScaler from its state_dict().",
+)
+def oom_retry(protect: _Protect = _plain) -> str | None:
+    """Let a backward run out of memory once, repeat the step and look at what is different."""
     gradient, batches = _train_with_one_retry(protect)
     seen = []
     if gradient != _BATCH:
@@ -298,18 +290,6 @@ def _retry(protect: _Protect) -> str | None:
     if _scaler_refuses_the_retry(protect):
         seen.append("GradScaler stuck")
     return f"after a retry: {', '.join(seen)}" if seen else None
-
-
-@memory_defect(
-    "a step retried after out of memory has doubled gradients and counts its batch twice",
-    guards=("transaction",),
-    guarded_probe=lambda: _retry(_in_transaction),
-    advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
-    "and make a new GradScaler from its state_dict().",
-)
-def oom_retry() -> str | None:
-    """Let a backward run out of memory once, repeat the step and look at what is different."""
-    return _retry(_plain)
 
 
 @memory_defect(

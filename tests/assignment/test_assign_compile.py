@@ -23,9 +23,15 @@ def works(index: Any) -> bool:
     return False
 
 
-# An integer as a mask (uint8) is on its way out of torch, and warns; compilers never learnt it.
-COMPILED = {name: index for name, index in INDICES.items() if works(index) and name != "uint8"}
-assert len(COMPILED) > 35
+# An integer as a mask (uint8) is on its way out of torch, and warns; compilers never learnt it. A
+# boolean of no dims is another result for each value, and masks with a gradient came with 2.10.
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+COMPILED = {
+    name: index
+    for name, index in INDICES.items()
+    if works(index) and name not in {"uint8", "0-d mask"} and not (OLD and "mask" in name)
+}
+assert len(COMPILED) > 25
 
 
 def assert_one_graph_is_as_eager(
@@ -86,7 +92,8 @@ ROWS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def test_a_value_with_a_row_for_each_hit_in_one_graph() -> None:
-    indices, shapes = zip(*ROWS.values(), strict=True)
+    rows = {name: row for name, row in ROWS.items() if not (OLD and "mask" in name)}
+    indices, shapes = zip(*rows.values(), strict=True)
     values = [torch.randn(shape, requires_grad=True) for shape in shapes]
     assert_one_graph_is_as_eager(indices, base(), values, backend="aot_eager")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -50,76 +49,6 @@ def test_the_error_names_what_is_out_of_range_before_anything_is_written() -> No
         x[torch.tensor([1, 9])] = -1.0
     assert x.equal(X)
     assert x._version == version
-
-
-def in_a_thread(call: Callable[[], Any]) -> bool:
-    seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.append(raises(call)))
-    thread.start()
-    thread.join()
-    return seen[0]
-
-
-def test_a_scope_covers_every_thread_and_ends_in_any_order() -> None:
-    """Scopes of generators are not left in the order in which they were entered."""
-    first, second = torchguard.guarded("checks"), torchguard.guarded("checks")
-    first.__enter__()
-    assert raises(lambda: X[BAD])
-    assert in_a_thread(lambda: X[BAD])
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert raises(lambda: X[BAD])
-    second.__exit__(None, None, None)
-    assert not raises(lambda: X[BAD])
-
-
-def test_a_decorated_function_and_many_scopes() -> None:
-    """After many, what stays over torch does nothing outside of a scope."""
-
-    @torchguard.guarded("checks")
-    def select(index: Tensor) -> Tensor:
-        """Select."""
-        return X.index_select(0, index)
-
-    for _ in range(100):
-        assert select(torch.tensor([1])).equal(X[1:2])
-    assert select.__doc__ == "Select."
-    assert raises(lambda: select(BAD))
-    assert not raises(lambda: X.index_select(0, BAD))
-    torchguard.uninstall()
-    assert "index_select" not in vars(torch.Tensor)
-
-
-@pytest.mark.parametrize("first", ["checked", "guarded"])
-def test_with_guarded_in_any_order(first: str) -> None:
-    """Both see the call; left in the wrong order, too."""
-    scopes: list[Any] = [torchguard.guarded("checks"), torchguard.guarded()]
-    if first == "guarded":
-        scopes.reverse()
-    for scope in scopes:
-        scope.__enter__()
-    assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
-    assert raises(lambda: torch.index_select(X, 0, BAD))
-    out = torch.from_numpy(np.empty(0, dtype=np.float32))
-    with pytest.raises(RuntimeError):
-        torch.gather(X, 0, torch.tensor([[1]]), out=out)
-    assert out.shape == (0,)
-    for scope in scopes:  # the one that was entered first is left first
-        scope.__exit__(None, None, None)
-    assert not raises(lambda: torch.index_select(X, 0, BAD))
-
-
-@pytest.mark.parametrize("names", [("checks", "overlap"), ("overlap", "checks"), ("checks", "out")])
-def test_installed_with_others(names: tuple[Any, ...]) -> None:
-    for name in names:
-        torchguard.install(name)
-    assert "checks" in torchguard.installed()
-    assert in_a_thread(lambda: X[BAD])
-    with torchguard.guarded("checks"), torchguard.guarded():
-        assert raises(lambda: X.clone().index_add_(0, BAD, X[:2]))
-    torchguard.uninstall(names[0])
-    torchguard.uninstall()
-    assert not raises(lambda: X[BAD])
 
 
 class Subclass(torch.Tensor):
@@ -278,48 +207,6 @@ def test_the_number_zero_as_divisor_of_integers() -> None:
         assert (x.to("meta") // 0).shape == (2,)
         with pytest.raises(RuntimeError, match="rounding_mode to be one of"):
             torch.div(x, 2, rounding_mode="")
-
-
-NONE = torch.empty(0, dtype=torch.long)
-
-
-@pytest.mark.parametrize("backend", [None, "eager"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: functional.embedding_bag(
-            torch.tensor([0, 1, 7]), x, torch.tensor([0, 2]), include_last_offset=True
-        ),
-        lambda x: NONE % torch.zeros(1, dtype=torch.long) + x[:0, 0],
-        lambda x: x[torch.tensor([99]), NONE],
-        lambda x: x[torch.tensor([99]), []],
-    ],
-)
-def test_values_that_torch_never_reads(call: Callable[[Tensor], Tensor], backend: Any) -> None:
-    expected = call(X)
-    run = torch.compile(call, backend=backend) if backend else call
-    with torchguard.guarded("checks"):
-        assert run(X).equal(expected)
-
-
-def test_the_backward_of_bags_reads_what_lies_past_the_last_offset() -> None:
-    """Without the scope it writes to memory of others."""
-    weight = torch.zeros(4, 2, requires_grad=True)
-
-    def bags() -> Tensor:
-        indices, offsets = torch.tensor([0, 1, 7]), torch.tensor([0, 2])
-        return functional.embedding_bag(indices, weight, offsets, include_last_offset=True)
-
-    with torchguard.guarded("checks"):
-        assert raises(bags)
-        with torch.no_grad():
-            assert bags().shape == (1, 2)
-
-
-def test_an_index_that_a_mask_of_nothing_leaves_unread() -> None:
-    with torchguard.guarded("checks"):
-        assert X[torch.tensor([99]), torch.zeros(3, dtype=torch.bool)].shape == (0,)
-        assert raises(lambda: X[torch.tensor([99]), torch.ones(3, dtype=torch.bool)])
 
 
 def test_uninstall_reports_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:

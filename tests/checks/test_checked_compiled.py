@@ -92,16 +92,6 @@ def test_gradients_and_mutated_inputs() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_a_mode_for_training_and_one_for_none() -> None:
-    """Under inference mode and autocast, too."""
-    compiled = torch.compile(lambda x, i: (x @ x.T)[i], backend="aot_eager")
-    for mode in (torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
-        with torchguard.guarded("checks"), mode():
-            assert compiled(X, GOOD).shape == (2, 4)
-            with pytest.raises(IndexOutOfRangeError):
-                compiled(X, torch.tensor([4]))
-
-
 def test_with_verified_in_either_order() -> None:
     """The checks are in the graph that is verified; the verdict is equal."""
     inside = torchguard.verified(select, backend="aot_eager")
@@ -113,18 +103,6 @@ def test_with_verified_in_either_order() -> None:
     outside(X, GOOD)
     for checked in (inside, outside):
         assert {graph.status for graph in checked.stats().graphs} == {"verified"}
-
-
-def test_with_bucketed() -> None:
-    bucketed = torchguard.bucketed(
-        dims={"index": {0: "n"}},
-        buckets={"n": torchguard.Buckets([4, 8])},
-        compile={"backend": "aot_eager"},
-    )(lambda index: functional.embedding(index, X))
-    with torchguard.guarded("checks"):
-        assert bucketed(torch.tensor([1, 2, 3])).equal(X[1:])
-        with pytest.raises(IndexOutOfRangeError):
-            bucketed(torch.tensor([1, 2, 4]))
 
 
 def test_graph_breaks_and_transforms() -> None:
@@ -160,14 +138,6 @@ def test_activation_checkpointing_still_works() -> None:
     with torchguard.guarded("checks"):
         compiled = torch.compile(call, backend="aot_eager")(x, GOOD)
     assert compiled.equal(call(x, GOOD))
-
-
-def test_a_scope_inside_of_compiled_code_does_nothing() -> None:
-    def call(x: Tensor, index: Tensor) -> Tensor:
-        with torchguard.guarded("checks"):
-            return x.index_select(0, index)
-
-    assert torch.compile(call, backend="aot_eager", fullgraph=True)(X, GOOD).equal(X[GOOD])
 
 
 def test_a_divisor_that_is_computed() -> None:

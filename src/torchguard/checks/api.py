@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import has_torch_function
 
 from torchguard._torch import (
     C_NAMESPACE,
@@ -23,7 +22,7 @@ from torchguard._torch import (
     values_can_be_read,
 )
 from torchguard.checks import calls
-from torchguard.checks.calls import SWITCH, call_shown, flags, guard_call, guard_indexing, shown_by
+from torchguard.checks.calls import SWITCH, flags, guard_call, guard_indexing, guard_reading
 from torchguard.checks.graph_pass import checks_in_graph
 from torchguard.checks.table import ROWS
 
@@ -50,7 +49,7 @@ def replacements() -> patch.Replacements:
             found[f"torch.{name}"] = functools.partial(guard_indexing, name)
         found[f"torch.Tensor.{name}"] = functools.partial(guard_indexing, name)
     found |= {f"torch.sparse_{name}_tensor": _check_indices for name in _SPARSE}
-    found |= {f"torch.Tensor.{name}": functools.partial(_read_first, name) for name in _READING}
+    found |= {f"torch.Tensor.{name}": functools.partial(guard_reading, name) for name in _READING}
     return found
 
 
@@ -84,22 +83,6 @@ def _check_compressed(function: str, result: torch.Tensor) -> None:
     ):
         site = calls.Site(function, argument, "index", 0, high)
         calls.checked_value(site, values.cpu())
-
-
-def _read_first(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Read the flags of a device before a value leaves it."""
-    shown = shown_by(name, original)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if SWITCH.on and args:
-            with computing_unseen(args):
-                if not calls.is_on_cpu(args[0]):
-                    flags.read()
-        if shown is None or not has_torch_function((*args, *kwargs.values())):
-            return original(*args, **kwargs)
-        return call_shown(shown, args, kwargs)
-
-    return function
 
 
 # ---- compiled code ----

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torchguard._torch import (
     shown_for,
     values_can_be_read,
 )
-from torchguard.checks.table import Check, Row, has_no_elements
+from torchguard.checks.table import Check, Row
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 
 SWITCH = patch.Switch()
@@ -220,7 +220,11 @@ def _described(site: Site, values: torch.Tensor, unread: torch.Tensor | None) ->
 # ---- one call ----
 
 
-def bind(row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
+
+def bind(row: Row, args: Args, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by name."""
     given = {**dict(zip(row.parameters, args, strict=False)), **kwargs}
     if "self" in given:
@@ -229,8 +233,8 @@ def bind(row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
 
 def rebound(
-    row: Row, args: tuple[Any, ...], kwargs: Mapping[str, Any], new: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    row: Row, args: Args, kwargs: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[Args, Kwargs]:
     """Return the call's arguments with some of them exchanged."""
     named = dict(enumerate(row.parameters))
     return (
@@ -248,22 +252,24 @@ def can_check(check: Check, values: Any) -> bool:
     return values.dtype in _INTEGERS or (check.kind == "divisor" and values.dtype is torch.bool)
 
 
-def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the arguments of a function that is in the table."""
-    shown = shown_by(name, original)
+def looking_first(
+    look: Callable[[Args, Kwargs], tuple[Args, Kwargs]], name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let ``look`` check the arguments of each call, and exchange them."""
+    shown = _shown_by(name, original)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if SWITCH.on:
-            with computing_unseen((*args, *kwargs.values())):
-                args, kwargs = _checked(row, name, args, kwargs)
+            args, kwargs = look(args, kwargs)
         if shown is None or not has_torch_function((*args, *kwargs.values())):
             return original(*args, **kwargs)
-        return call_shown(shown, args, kwargs)
+        is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
+        return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
 
     return function
 
 
-def shown_by(name: str, original: Callable[..., Any]) -> Any:
+def _shown_by(name: str, original: Callable[..., Any]) -> Any:
     """Return what subclasses and modes are to see of a call; None if torch shows that itself.
 
     torch looks some functions up where replacements are: methods, and builtins of functional.
@@ -277,9 +283,29 @@ def shown_by(name: str, original: Callable[..., Any]) -> Any:
     return original if getattr(C_NAMESPACE, name, None) is not None else None
 
 
-def _checked(
-    row: Row, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the arguments of a function that is in the table."""
+
+    def look(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        with computing_unseen((*args, *kwargs.values())):
+            return _checked(row, name, args, kwargs)
+
+    return looking_first(look, name, original)
+
+
+def guard_reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Read the flags of a device before a value leaves it."""
+
+    def look(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        with computing_unseen(args):
+            if args and not is_on_cpu(args[0]):
+                flags.read()
+        return args, kwargs
+
+    return looking_first(look, name, original)
+
+
+def _checked(row: Row, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     given = bind(row, args, kwargs)
     new: dict[str, Any] = {}
     for check in row.checks:
@@ -301,12 +327,6 @@ def _checked(
             if value is not values:
                 new[check.argument] = value
     return rebound(row, args, kwargs, new) if new else (args, kwargs)
-
-
-def call_shown(shown: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Show a call to the subclasses and modes that want to see it."""
-    is_operator = shown.__name__.startswith("__") and "item" not in shown.__name__
-    return show_overriding(shown, args, kwargs, is_operator=is_operator)(*args, **kwargs)
 
 
 def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -359,42 +379,20 @@ def guard_indexing(name: str, original: Callable[..., Any]) -> Callable[..., Any
     """Check ``x[index]``, ``x[index] = v`` and ``index_put``."""
     fills = "index_put" in name  # None is a whole dim there, and a new one in x[index]
     called = {"__getitem__": "x[index]", "__setitem__": "x[index] = ..."}.get(name, name)
-    shown = shown_by(name, original)
 
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if SWITCH.on and args:
-            index = args[1] if len(args) > 1 else kwargs.get("indices")
-            kind = type(index)
-            if kind is not int and kind is not slice:
-                with computing_unseen((*args, *kwargs.values())):
-                    new = _checked_index(called, index, args[0], fills=fills)
-                if new is not index and len(args) > 1:
-                    args = (args[0], new, *args[2:])
-                elif new is not index:
-                    kwargs["indices"] = new
-        if shown is None or not has_torch_function((*args, *kwargs.values())):
-            return original(*args, **kwargs)
-        return call_shown(shown, args, kwargs)
+    def look(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        index = args[1] if len(args) > 1 else kwargs.get("indices")
+        if type(index) is int or type(index) is slice or not args:
+            return args, kwargs
+        with computing_unseen((*args, *kwargs.values())):
+            new = _checked_index(called, index, args[0], fills=fills)
+        if new is index:
+            return args, kwargs
+        if len(args) > 1:
+            return (args[0], new, *args[2:]), kwargs
+        return args, {**kwargs, "indices": new}
 
-    return function
-
-
-def is_empty(item: Any) -> bool:
-    """Whether an item of an index names nothing, so that none of the others is read."""
-    if isinstance(item, torch.Tensor):
-        return has_no_elements(item)
-    if isinstance(item, np.ndarray):
-        return item.size == 0
-    return isinstance(item, _LISTS) and (not item or is_empty(item[0]))
-
-
-def _all_if_empty(values: Any, items: Sequence[Any]) -> torch.Tensor | None:
-    """Return that none of an index is read where another item names nothing."""
-    for item in items:
-        is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS and is_on_cpu(item)
-        if is_empty(item) or (is_mask and values_can_be_read(item) and not item.any()):
-            return torch.ones_like(torch.as_tensor(values), dtype=torch.bool)
-    return None
+    return looking_first(look, name, original)
 
 
 def _checked_index(name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
@@ -409,8 +407,7 @@ def _checked_index(name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
         if not isinstance(values, torch.Tensor) or values_can_be_read(values):
             argument = "index" if len(items) == 1 else f"index {place}"
             site = Site(name, argument, "index", -size, size - 1)
-            unread = functools.partial(_all_if_empty, values, items)
-            items[place] = checked_value(site, values, unread)
+            items[place] = checked_value(site, values)
             changed = changed or items[place] is not values
     if not changed:
         return index

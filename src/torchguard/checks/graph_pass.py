@@ -28,7 +28,6 @@ from torchguard.checks.calls import (
     clamped,
     flags,
     indexed_dims,
-    is_empty,
     is_on_cpu,
     looked_at,
     raise_outside,
@@ -162,8 +161,6 @@ class _Call:
         fakes = [_fake(item) for item in items]
         if self._row is _INDEX_PUT:
             fakes = [slice(None) if fake is None else fake for fake in fakes]
-        if any(is_empty(fake) for fake in fakes):  # no index is read then
-            return index
         for place, dim in indexed_dims(fakes, tensor.dim()):
             check = Check("index" if len(items) == 1 else f"index {place}", lambda *_: None)
             if _can_check(check, items[place]):

@@ -131,7 +131,7 @@ def _repeats(given: Given, _: Sizes) -> Range | None:
     return None if "repeats" in given else (0, None)
 
 
-def has_no_elements(tensor: torch.Tensor) -> bool:
+def _has_no_elements(tensor: torch.Tensor) -> bool:
     """Whether a size is 0; one that is a symbol counts as more."""
     return any(type(size) is int and size == 0 for size in tensor.shape)
 
@@ -139,7 +139,7 @@ def has_no_elements(tensor: torch.Tensor) -> bool:
 def _not_zero(given: Given, _: Sizes) -> Range | None:
     """Integers can't be divided by zero; real numbers can."""
     both = (given.get("input"), given.get("other"))
-    if any(isinstance(each, torch.Tensor) and has_no_elements(each) for each in both):
+    if any(isinstance(each, torch.Tensor) and _has_no_elements(each) for each in both):
         return None
     real = any(
         each.dtype.is_floating_point or each.dtype.is_complex
@@ -155,27 +155,6 @@ def _not_zero(given: Given, _: Sizes) -> Range | None:
 
 def _ignored(given: Given, _: Given) -> Any:
     return given["target"] == given.get("ignore_index", -100)
-
-
-def _past_last_offset(given: Given, fakes: Given) -> Any:
-    """Of the indices of bags, what lies past the end of the last one."""
-    # Where the norm of rows is limited, all are read.
-    if not given.get("include_last_offset") or given.get("max_norm") is not None:
-        return None
-    if given.get("mode") in {2, "max"}:  # its kernel refuses them all the same
-        return None
-    name = "indices" if "indices" in given else "input"
-    # The backward reads them, and writes to the rows that they name.
-    learned = (fakes.get("weight"), fakes.get("per_sample_weights"))
-    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", 0) for each in learned):
-        return None
-    if not isinstance(fakes.get("offsets"), torch.Tensor) or fakes[name].dim() != 1:
-        return None
-    if has_no_elements(fakes["offsets"]):
-        return None
-    indices, offsets = given[name], given["offsets"]
-    # 1, 2, 3: not by arange(), which takes no proxy of a size on torch 2.6.
-    return torch.ones_like(indices).cumsum(0) > offsets[-1]
 
 
 def _beyond_length(given: Given, fakes: Given) -> Any:
@@ -201,10 +180,9 @@ _CTC = (
     Check("target_lengths", _always(0, None)),
 )
 _BAG = (
-    Check("indices", _below("weight"), unread=_past_last_offset),
+    Check("indices", _below("weight")),
     Check("offsets", lambda _, sizes: (0, sizes("indices", 0))),
 )
-_OF_BAGS = "scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx"
 _DIVISOR = Check("other", _not_zero, kind="divisor")
 # Without a rounding mode the quotients of integers are real numbers.
 _QUOTIENT = _DIVISOR._replace(
@@ -217,12 +195,8 @@ ROWS = (
     _row("embedding", "weight indices", Check("indices", _below("weight"))),
     _row("F.embedding", "input weight", Check("input", _below("weight"))),
     _row("embedding_renorm_", "weight indices", Check("indices", _wrapping("weight", 0))),
-    _row("embedding_bag", f"weight indices offsets {_OF_BAGS}", *_BAG),
-    _row(
-        "F.embedding_bag",
-        f"input weight offsets max_norm norm_type {_OF_BAGS}",
-        Check("input", _below("weight"), unread=_past_last_offset),
-    ),
+    _row("embedding_bag", "weight indices offsets", *_BAG),
+    _row("F.embedding_bag", "input weight offsets", Check("input", _below("weight"))),
     _row("nn.one_hot", "tensor num_classes", Check("tensor", _one_hot)),
     _row("nn.cross_entropy_loss", "input target weight reduction ignore_index", _LABELS),
     _row("nn.nll_loss_nd", "input target weight reduction ignore_index", _LABELS),

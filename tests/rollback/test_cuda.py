@@ -7,19 +7,17 @@ undone then.
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils import dlpack
 
 import torchguard
 from support.gpu import each_device, little_memory, out_of_memory
 from support.kinds import state
 from support.ways import Way, differences, each_way, outcome_of
-from torchguard import Buckets, bucketed, guarded, rollback_on_error, verified
+from torchguard import Buckets, bucketed, guarded, rollback_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,61 +209,7 @@ def test_outputs_of_a_bucketed_cuda_graph_stay_when_it_is_replayed(device: str) 
     assert call.stats().graphs == 2
 
 
-@pytest.mark.slow
-@each_device
-def test_a_bucketed_model_trains_as_without_padding(device: str) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)).to(device)
-    padded = copy.deepcopy(plain)
-    mode = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"}
-    call = bucketed(padded, dims={"input": {0: "t"}}, buckets=Buckets([8, 16]), compile=mode)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (plain, padded)]
-    for number in range(8):
-        x = torch.randn(3 + 2 * (number % 6), 4, device=device)
-        for step, optimizer in zip((plain, call), optimizers, strict=True):
-            optimizer.zero_grad()
-            step(x).square().sum().backward()
-            optimizer.step()
-    # A sum over another number of rows is made in another order.
-    for one, other in zip(plain.parameters(), padded.parameters(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
-
-
-def bounds(mask: torch.Tensor) -> torch.Tensor:
-    """``cu_seqlens`` (B + 1) of a mask (B, T): https://github.com/pytorch/pytorch/issues/189895."""
-    ends = mask.sum(dim=-1, dtype=torch.int32).cumsum(dim=0, dtype=torch.int32)
-    return nn.functional.pad(ends, (1, 0))
-
-
-@pytest.mark.slow
-@each_device
-@pytest.mark.parametrize("function", [bounds, lambda mask: mask.float().softmax(-1)])
-def test_verified_keeps_what_eager_gives(function: Any, device: str) -> None:
-    mask = torch.ones(1, 16384, dtype=torch.bool, device=device)
-    options: Any = {} if device == "cuda" else {"backend": "aot_eager"}
-    checked = verified(**options)(function)
-    for _ in range(3):
-        torch.testing.assert_close(checked(mask), function(mask))
-    assert all(graph.status != "unverified" for graph in checked.stats().graphs)
-
-
 # --- indexed assignment
-
-
-@each_device
-def test_indexed_assignment_has_the_gradient_of_the_two_statements(device: str) -> None:
-    rows = torch.tensor([0, 2], device=device)
-    for index in (slice(1, 3), rows, torch.tensor([True, False, True, False], device=device)):
-        t = torch.randn(4, 3, device=device, requires_grad=True)
-        value = torch.randn(3, device=device, requires_grad=True)
-        plain = t.clone()
-        plain[index] = value
-        expected = torch.autograd.grad(plain.square().sum(), (t, value))
-        ours = torchguard.sliced_assign(t, index, value)
-        assert torch.equal(ours, plain)
-        found = torch.autograd.grad(ours.square().sum(), (t, value))
-        for one, other in zip(expected, found, strict=True):
-            torch.testing.assert_close(other, one)
 
 
 @pytest.mark.cuda

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-import threading
 import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -106,34 +105,6 @@ def test_an_interrupt_waits_until_every_step_of_the_rollback_is_taken(
     assert place > 1
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGALRM"])
-def test_a_signal_waits_until_the_rollback_has_ended(name: str) -> None:
-    number = getattr(signal, name)
-    done: list[str] = []
-
-    def handler(*_: object) -> None:
-        done.append("handler")
-        raise Interrupt
-
-    def restore() -> None:
-        signal.raise_signal(number)
-        done.append("restored")
-
-    before = signal.signal(number, handler)
-    try:
-        with pytest.raises(Interrupt) as caught:
-            try:
-                raise RuntimeError("out of memory")  # noqa: TRY301
-            except RuntimeError:
-                process.roll_back(restore)
-                raise
-        assert signal.getsignal(number) is handler
-    finally:
-        signal.signal(number, before)
-    assert done == ["restored", "handler"]
-    assert str(caught.value.__context__) == "out of memory"
-
-
 def test_a_signal_that_comes_before_the_first_is_deferred_is_raised_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,14 +146,6 @@ def test_an_interrupt_at_any_moment_of_a_failing_call_leaves_the_tensor_whole(na
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert arrived > 20
-
-
-def test_another_thread_rolls_back_too() -> None:
-    done: list[str] = []
-    thread = threading.Thread(target=process.roll_back, args=(done.append, "restored"))
-    thread.start()
-    thread.join()
-    assert done == ["restored"]
 
 
 def test_a_step_that_torch_refuses_is_a_warning() -> None:

@@ -289,32 +289,6 @@ def test_a_storage_in_shared_memory_that_is_too_small_is_not_set(way: Way) -> No
         assert differences(before, state(shared)) == {}
 
 
-@each_way
-def test_shared_memory_is_not_asked_for_while_a_tensor_does_not_grow(
-    way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[torch.UntypedStorage] = []
-    is_shared = torch.UntypedStorage.is_shared
-
-    def counting(storage: torch.UntypedStorage) -> bool:
-        asked.append(storage)
-        return is_shared(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "is_shared", counting)
-    tensor, view = plain(), torch.arange(12.0)[2:8]
-    with way.scope():
-        asked.clear()  # the guard was tried
-        way.resize_(tensor, 2, 3)
-        way.resize_(tensor, (5,))
-        way.resize_(view, 2, 5)
-        way.resize_as_(tensor, torch.empty(2))
-        way.set_(tensor, tensor.untyped_storage(), 0, (3,), (1,))
-        way.set_(tensor, plain())
-        assert asked == []
-        way.resize_(tensor, 7)
-    assert len(asked) == (2 if way is BOTH else 1)  # one for each layer
-
-
 class OverridesMethods(torch.Tensor):
     """A subclass with methods of its own, as DTensor-like classes have."""
 

@@ -11,7 +11,7 @@ import torch
 
 from support import kinds
 from support.compiled import Counting
-from support.kinds import Kind, locked, named, plain, state
+from support.kinds import Kind, named, plain, state
 from support.modes import DispatchMode
 from support.ways import differences, ends_the_process, outcome_of
 from torchguard import rollback_on_error
@@ -115,26 +115,6 @@ def test_whatever_is_raised_is_let_through(data: bool) -> None:
             raise raised
         assert caught.value is raised
         assert tensor.shape == (2, 3)
-
-
-@DATA
-def test_several_tensors_come_back_together(data: bool) -> None:
-    base = torch.arange(12.0)
-    tensors = [base, base[2:8], base.view(3, 4), locked([1.0, 2.0]), torch.nn.Parameter(plain())]
-    before = [state(tensor) for tensor in tensors]
-    with pytest.raises(Planned), rollback_on_error(*tensors, data=data):
-        with torch.no_grad():
-            tensors[4].add_(1)
-        tensors[0].resize_(3)
-        tensors[1].set_(torch.zeros(3))  # type: ignore[call-overload]
-        tensors[3].zero_()
-        raise Planned
-    for old, tensor in zip(before, tensors, strict=True):
-        changed = differences(old, state(tensor))
-        if not data:
-            changed.pop("version", None)
-            changed.pop("bytes", None)
-        assert changed == {}
 
 
 @DATA
@@ -298,15 +278,3 @@ def test_is_nothing_to_a_compiled_function(data: bool) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [4, 4]
     assert len(backend.graphs) == 1
-
-
-def test_a_scope_inside_itself_keeps_its_own_gradients() -> None:
-    tensor = torch.ones(3, requires_grad=True)
-    tensor.grad = first = torch.zeros(3)
-    undo = rollback_on_error(tensor)
-    with pytest.raises(Planned), undo:
-        tensor.grad = torch.ones(3)
-        with undo:
-            pass
-        raise Planned
-    assert tensor.grad is first

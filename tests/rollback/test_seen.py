@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchguard
 from support.kinds import locked
@@ -204,3 +206,49 @@ def test_an_exception_is_torchs_own_and_its_traceback_gains_one_line(name: str) 
         assert error.__context__ is None
         frames = traceback.extract_tb(error.__traceback__)
         assert sum("torchguard" in frame.filename for frame in frames) <= 1
+
+
+@each_scope
+def test_code_that_asks_for_overrides_finds_none(
+    scope: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """All that asks ``has_torch_function`` for its way, in torch and elsewhere, asks these."""
+    x = torch.ones(2)
+    with scope():
+        assert not torch.overrides.has_torch_function((x, nn.Parameter(x)))
+        assert not torch.overrides.has_torch_function_unary(x)
+        assert not torch.overrides.has_torch_function_variadic(x, x)
+        assert torch._C._len_torch_function_stack() == 0
+        assert not torch._C._is_torch_function_mode_enabled()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_end_bit_for_bit_where_they_end_outside(name: str) -> None:
+    found = []
+    for scope in (nullcontext, SCOPES["guarded"], SCOPES["guarded, all four"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        x = torch.randn(8, 4)
+
+        def closure() -> float:
+            optimizer.zero_grad()  # noqa: B023
+            loss = model(x).square().mean()  # noqa: B023
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: B023
+            return float(loss.detach())
+
+        with scope(), warnings.catch_warnings():
+            warnings.simplefilter("error", torchguard.OverlapWarning)
+            for _ in range(3):
+                optimizer.step(closure)
+        found.append([parameter.tolist() for parameter in model.parameters()])
+    assert found[1] == found[2] == found[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,10 +16,11 @@ from torchguard import guarded, install
 from torchguard.errors import NonResizableStorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error:torchguard could not")
+SLOW = pytest.mark.slow
 
 
 def _shared(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,23 +57,9 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@contextmanager
-def _both() -> Iterator[None]:
-    with install("out"), guarded():
-        yield
-
-
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "install": lambda: install("out"),
     "guarded": guarded,
-    "both": _both,
-}
-
-
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "grad": torch.enable_grad,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
 }
 
 
@@ -108,7 +95,7 @@ def _grow(kind: str) -> list[str]:
                 continue  # torch orders no complex numbers
             tensor = KINDS[kind]()
             before = state(tensor)
-            with make_scope(), MODES["inference" if kind == "inference" else "no_grad"]():
+            with make_scope(), torch.inference_mode(kind == "inference"), torch.no_grad():
                 error = outcome_of(lambda: call(tensor)).error  # noqa: B023
             changed = differences(before, state(tensor))
             if changed.pop("version", None):  # it may move on,
@@ -155,23 +142,17 @@ def _shown(tensor: torch.Tensor) -> list[Any]:
     return [type(tensor), tuple(tensor.shape), tensor.stride(), elements, version]
 
 
-@pytest.mark.parametrize(
-    "mode", ["no_grad", *(pytest.param(m, marks=pytest.mark.slow) for m in ("grad", "inference"))]
-)
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.enable_grad, marks=SLOW)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: str) -> None:
+def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: Any) -> None:
     def outcome(call: Callable[[torch.Tensor], Any], scope: str | None) -> list[Any]:
         tensor = KINDS[kind]()
         with torch.no_grad():
             (tensor if not tensor.is_inference() else tensor.clone()).fill_(5)
         storage = tensor.untyped_storage()
         kinds.CALLS.clear()
-        with MODES[mode]():
-            if scope is None:
-                ended = outcome_of(lambda: call(tensor))
-            else:
-                with SCOPES[scope]():
-                    ended = outcome_of(lambda: call(tensor))
+        with mode(), nullcontext() if scope is None else SCOPES[scope]():
+            ended = outcome_of(lambda: call(tensor))
         seen = len(kinds.CALLS)
         assert tensor.untyped_storage() is storage
         assert tensor.is_shared()

@@ -14,8 +14,7 @@ from torch import nn
 
 from torchguard.state.containers import Containers, children, copy_of_tree, tensors_in, walk
 from torchguard.state.process import RNGState, ThreadModes, access_of, generators_among
-from torchguard.state.tensors import Elements, Gradients, Metadata, extent
-from torchguard.state.training import Modules, OptimizerSnapshot, state_tensors
+from torchguard.state.tensors import Elements, extent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,92 +161,7 @@ def test_elements_are_restored_and_their_memory_is_used_again() -> None:
     assert other.copies[2].shape == (5,)
 
 
-def test_metadata_is_current_until_a_tensor_has_other_memory_or_another_layout() -> None:
-    changes: list[Callable[[torch.Tensor], Any]] = [
-        lambda t: setattr(t, "data", t.data.clone()),
-        lambda t: setattr(t, "data", t.data.t()),
-        lambda t: t.resize_(2, 2),
-    ]
-    for change in changes:
-        tensor = torch.randn(3, 3)
-        layout = tensor.data_ptr(), tensor.shape, tensor.stride()
-        saved = Metadata([tensor])
-        tensor.mul_(2)
-        assert saved.is_current()
-        change(tensor)
-        assert not saved.is_current()
-        saved.restore([None])
-        assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == layout
-
-
-def test_gradients_are_the_same_objects_with_the_same_elements() -> None:
-    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    one.sum().backward()
-    gradient = one.grad
-    saved = Gradients([one, other], data=True)
-    (one * other).sum().backward()
-    one.grad = None
-    saved.restore()
-    assert one.grad is gradient
-    assert gradient is not None
-    assert gradient.tolist() == [1, 1]
-    assert other.grad is None
-
-
 # ---- modules, optimizers, modes, generators of the process ----
-
-
-def test_a_module_is_restored_with_class_attributes_members_and_hooks() -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    hooked = model[0].register_forward_hook(lambda *_: None)
-    modules = Modules(model.modules())
-    before = [(type(m), dict(vars(m)), list(m._forward_hooks)) for m in model.modules()]
-    saved = modules.snapshot()
-    assert modules.is_current()
-    model[1].training = False
-    model[0].register_forward_hook(lambda *_: None)
-    hooked.remove()
-    nn.utils.parametrizations.weight_norm(model[0])
-    model[1].register_buffer("extra", torch.ones(1), persistent=False)
-    del model[1].bias
-    model.add_module("more", nn.ReLU())
-    model[0].count = 1
-    assert not modules.is_current()
-    saved.restore()
-    assert [(type(m), dict(vars(m)), list(m._forward_hooks)) for m in model.modules()] == before
-    assert modules.is_current()
-    model(torch.ones(2, 2))
-
-
-def test_an_optimizer_is_restored_without_the_elements_of_its_state() -> None:
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer: Any = torch.optim.Adam(parameters[:1])
-    saved = OptimizerSnapshot(optimizer)
-    parameters[0].grad = torch.ones(2)
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 5.0
-    optimizer.add_param_group({"params": parameters[1:]})
-    optimizer.note = 1
-    saved.restore()
-    assert not optimizer.state
-    assert len(optimizer.param_groups) == 1
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert not hasattr(optimizer, "note")
-
-
-def test_a_state_that_contains_itself_is_restored() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    entry: dict[str, Any] = {"count": 1, "moment": torch.ones(2)}
-    entry["all"], entry["list"] = entry, [entry]
-    optimizer.state[parameter] = entry
-    saved = OptimizerSnapshot(optimizer)
-    assert [id(each) for each in state_tensors(optimizer)] == [id(entry["moment"])]
-    entry["count"] += 1
-    entry["list"].append(1)
-    saved.restore()
-    assert entry["count"] == 1
-    assert entry["list"] == [entry]
 
 
 def test_modes_and_the_generators_of_the_process_are_restored() -> None:

@@ -232,6 +232,7 @@ class Transaction:
         block = Block(self._guarded)
         try:
             block.open()
+            # Python handles signals behind calls; there is none between here and the block.
             self._blocks.append(block)
         except BaseException:  # an interrupt: __exit__ will not be called
             self._blocks.clear()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchguard.equivalence.compare import COMPILING, PADDING, close, judge
-from torchguard.equivalence.copies import copy_inputs, why_not_copied
 from torchguard.equivalence.copies import run_on_copies as run
+from torchguard.equivalence.copies import why_not_copied
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
 from torchguard.equivalence.perturb import can_be_perturbed, perturb_
@@ -182,15 +182,6 @@ def test_what_can_not_be_copied_is_named_before_it_is_tried(
     values = [x, x.detach().view(torch.int32)]
     assert why_not_copied(values) is None
     assert why_not_copied(values, _widened) == "input 1 shares a storage with one of another dtype"
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_storage_requires_grad_if_any_tensor_over_it_does(order: tuple[int, int]) -> None:
-    data = torch.ones(3)
-    tensors = data, data.detach().requires_grad_()
-    require_grad: list[bool] = []
-    copy_inputs([tensors[i] for i in order], change=lambda _, one: require_grad.append(one))
-    assert require_grad == [True]
 
 
 # --- comparing

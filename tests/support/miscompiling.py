@@ -12,6 +12,8 @@ from torchguard.verification.backend import Options, VerifiedBackend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchguard.verification.report import GraphRecord
+
 
 # --- planted defects: a backend that is right but for one thing
 
@@ -53,6 +55,17 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def stats(checked: Any) -> torchguard.VerificationReport:
     report: torchguard.VerificationReport = checked.stats()
     return report
+
+
+def against(function: Any, backend: Any = "eager", **options: Any) -> Any:
+    """Compile a function or a module, and compare its calls with Python."""
+    return torchguard.verified(against="python", backend=backend, **options)(function)
+
+
+def row(compiled: Any) -> GraphRecord:
+    """Return the row of the comparison with Python in the report; the others are graphs."""
+    (found,) = [each for each in stats(compiled).graphs if not each.nodes]
+    return found
 
 
 def verified_backend(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from support.miscompiling import against, row
 from support.random_programs import attempt, program
 from support.zoo import ZOO, Architecture
 from torchguard import MiscompilationWarning, verified
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
-
-
-def row(compiled: Any) -> Any:
-    (found,) = [each for each in compiled.stats().graphs if not each.nodes]
-    return found
 
 
 # --- programs that Dynamo traces wrong on some release
@@ -128,9 +124,28 @@ def identity_decides(run: Callable[..., Any]) -> list[Any]:
     return [*(compiled(torch.ones(2), each) for each in (first, second)), first.calls, second.calls]
 
 
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sub: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.sub(x)
+        return result
+
+
+def replaced_module(run: Callable[..., Any]) -> list[Any]:
+    """Replaced behind the back of Dynamo."""
+    model = Outer()
+    compiled = run(model)
+    first = compiled(torch.ones(2))
+    object.__setattr__(model, "sub", nn.Softmax(0))
+    return [first, compiled(torch.ones(2))]
+
+
 WRONG = [
     stale_global, lost_append, lost_in_a_method, grown_while_read, method_descriptors,
-    tensor_of_size, identity_decides,
+    tensor_of_size, identity_decides, replaced_module,
 ]  # fmt: skip
 
 
@@ -166,40 +181,9 @@ class Pair:
 FACTORS = {"two": 2.0}
 
 
-def dropout(x: torch.Tensor) -> torch.Tensor:
-    return functional.dropout(x, 0.5) * 2
-
-
-def noise(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.randn_like(x)
-
-
 def in_place(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)[1:].mul_(2)
     return x * 2
-
-
-def view_of_input(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1)[1:]
-
-
-def keywords(x: torch.Tensor, *, scale: float = 2.0, **more: Any) -> torch.Tensor:
-    result: torch.Tensor = x * scale + more.get("bias", 0)
-    return result
-
-
-def nested(x: torch.Tensor) -> Any:
-    return {"a": [x, (x + 1, {"b": x * 2})], "c": Pair(x, x.sin()), "n": 3}
-
-
-def early(x: torch.Tensor) -> torch.Tensor:
-    if x.shape[0] > 2:
-        return x * 2
-    return x * 3
-
-
-def data_decides(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x.sum() > 0 else x * 3
 
 
 def breaks(x: torch.Tensor) -> torch.Tensor:
@@ -224,31 +208,11 @@ def tries(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def generator(x: torch.Tensor) -> torch.Tensor:
-    result: Any = sum(row * 2 for row in x)
-    return torch.as_tensor(result)
-
-
 def yields(x: torch.Tensor) -> torch.Tensor:
     def rows() -> Iterator[torch.Tensor]:
         yield from x
 
     return torch.stack([row + 1 for row in rows()])
-
-
-def item(x: torch.Tensor) -> Any:
-    return x * 2, x.sum().item(), x.shape[0]
-
-
-def dictionary(x: torch.Tensor) -> torch.Tensor:
-    return x * FACTORS["two"]
-
-
-def local_list(x: torch.Tensor) -> torch.Tensor:
-    found = []
-    for place in range(3):
-        found.append(x + place)  # noqa: PERF401 - it is what is tried
-    return torch.cat(found)
 
 
 def no_grad(x: torch.Tensor) -> torch.Tensor:
@@ -263,18 +227,6 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def argmax(x: torch.Tensor) -> Any:
-    return x.argmax(-1), x.sort(-1), x.topk(2, -1)
-
-
-def empty_and_none(x: torch.Tensor) -> Any:
-    return None, x[:0], [], "text", x.dtype, torch.float16
-
-
-def expanded(x: torch.Tensor) -> Any:
-    return x[:1].expand(4, -1), x.t(), x.to(torch.float64)
-
-
 def hooked(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     if y.requires_grad:
@@ -282,22 +234,33 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return y.sin()
 
 
-RIGHT = [
-    dropout, noise, in_place, view_of_input, keywords, nested, early, data_decides, breaks,
-    breaks_with_writes, tries, generator, yields, item, dictionary, local_list, no_grad, autocast,
-    argmax, empty_and_none, expanded, hooked,
-]  # fmt: skip
+WRITES: list[Any] = [in_place, breaks_with_writes]
+RIGHT: list[Any] = [
+    *(breaks, tries, yields, no_grad, autocast, hooked, *WRITES),
+    lambda x: functional.dropout(x, 0.5) * 2,
+    lambda x: x + torch.randn_like(x),
+    lambda x: x.view(-1)[1:],
+    lambda x, *, scale=2.0, **more: x * scale + more.get("bias", 0),
+    lambda x: {"a": [x, (x + 1, {"b": x * 2})], "c": Pair(x, x.sin()), "n": 3},
+    lambda x: x * 2 if x.shape[0] > 2 else x * 3,
+    lambda x: x * 2 if x.sum() > 0 else x * 3,
+    lambda x: sum(row * 2 for row in x),
+    lambda x: (x * 2, x.sum().item(), x.shape[0]),
+    lambda x: x * FACTORS["two"],
+    lambda x: (x.argmax(-1), x.sort(-1), x.topk(2, -1)),
+    lambda x: (None, x[:0], [], "text", x.dtype, torch.float16),
+    lambda x: (x[:1].expand(4, -1), x.t(), x.to(torch.float64)),
+]
 
 
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
 @pytest.mark.parametrize("gradient", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", RIGHT)
 def test_no_false_alarm_on_functions(function: Any, gradient: bool) -> None:
-    compiled = verified(against="python", backend="aot_eager")(function)
+    compiled = against(function, "aot_eager")
     for rows in (3, 3, 2, 5):
         x, other = (torch.linspace(0.5, 1, 3 * rows).view(rows, 3) for _ in range(2))
-        if gradient and "_" not in function.__name__.replace("in_place", "_"):
-            x.requires_grad_()
+        x.requires_grad_(gradient and function not in WRITES)
         torch.manual_seed(0)
         compiled(x)
         with torch.no_grad():

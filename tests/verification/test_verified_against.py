@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 import torchguard
+from support.miscompiling import against, row
 from torchguard import MiscompilationWarning, verified
 from torchguard.errors import MiscompilationError
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.usefixtures("fresh_reports")
-
-
-def against(function: Any, backend: Any = "eager", **options: Any) -> Any:
-    return verified(against="python", backend=backend, **options)(function)
-
-
-def row(compiled: Any) -> Any:
-    """Return the row of the comparison in the report; the others are graphs."""
-    (found,) = [each for each in compiled.stats().graphs if not each.nodes]
-    return found
 
 
 def said(compiled: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
@@ -54,44 +42,6 @@ def zeros_like_shape(x: torch.Tensor) -> torch.Tensor:
 def has_tensor_of_size() -> bool:
     compiled = torch.compile(zeros_like_shape, backend="eager")(torch.ones(2, 3))
     return compiled.shape != (2, 3)
-
-
-def test_a_tensor_of_a_size_is_found_where_torch_has_it() -> None:
-    """``torch.Tensor(x.size())``: the sizes become data."""
-    live = has_tensor_of_size()
-    torch._dynamo.reset()
-    compiled = against(zeros_like_shape)
-    found, texts = said(compiled, torch.ones(2, 3))
-    assert found.shape == (2, 3)
-    assert len(texts) == live
-    if live:
-        assert "traced `zeros_like_shape` wrong" in texts[0]
-        assert "shape (2,), eager has (2, 3)" in texts[0] or "result" in texts[0]
-        assert row(compiled).runs == "Python"
-
-
-def test_a_module_that_was_replaced_behind_the_back_of_dynamo_is_found() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sub = nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.sub(x)
-            return result
-
-    model = Outer()
-    compiled = against(model, every=3)
-    x = torch.ones(1, 2)
-    for _ in range(2):
-        assert said(compiled, x)[1] == []
-    other = nn.Linear(2, 2)
-    model._modules["sub"] = other
-    object.__setattr__(model, "sub", nn.Identity())
-    plain = Outer.forward(model, x)
-    found, texts = said(compiled, x)
-    assert torch.equal(found, plain)
-    assert texts == [] or "last right comparison: 2 calls ago" in texts[0]
 
 
 def test_replaced_code_is_found_by_a_sample() -> None:
@@ -142,10 +92,6 @@ TABLE: dict[str, Any] = {"a": 1}
 
 def returns(x: torch.Tensor) -> torch.Tensor:
     return x * 2
-
-
-def adds(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
 
 
 def drops(x: torch.Tensor) -> torch.Tensor:
@@ -229,6 +175,7 @@ def test_each_kind_of_difference_is_found(
     # From then on the function runs as Python, and says nothing.
     with contextlib.suppress(ValueError):
         assert said(compiled, torch.ones(2))[1] == []
+    assert any("traced `" in e.message for e in torchguard.events() if e.kind == "miscompiled")
 
 
 def test_on_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,15 +188,8 @@ def test_on_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     warned = against(returns, on_mismatch="warn")
     found, texts = said(warned, torch.ones(2))
     assert found.tolist() == [3, 3]
-    assert "now: compiled runs" in texts[0]
-
-
-def test_a_mismatch_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_as(monkeypatch, returns=lambda x: x * 3)
-    before = len([e for e in torchguard.events() if e.kind == "miscompiled"])
-    said(against(returns), torch.ones(2))
-    after = [e for e in torchguard.events() if e.kind == "miscompiled"]
-    assert len(after) > before or any("traced `returns`" in e.message for e in after)
+    assert "runs all the same" in texts[0]
+    assert "reproducer: none: a function that is compiled anew is right" in texts[0]
 
 
 # --- what is right passes, and nothing of the comparison is left
@@ -298,24 +238,6 @@ def test_gradients_arrive_once_and_in_graphs_of_before() -> None:
     torch.testing.assert_close(w.grad, other.grad)
 
 
-def test_a_write_into_a_tensor_with_a_history() -> None:
-    def scales(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        x.mul_(w)
-        return x + 1
-
-    def run(function: Any) -> list[Any]:
-        w = torch.full((2,), 3.0, requires_grad=True)
-        x = w * 2
-        found = function(x, w)
-        (found.sum() + x.sum()).backward()
-        return [found.detach(), x.detach(), w.grad]
-
-    compiled = against(scales)
-    found, texts = said(lambda: run(compiled))
-    assert texts == []
-    torch.testing.assert_close(found, run(scales))
-
-
 class Layer:
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
@@ -346,12 +268,13 @@ def test_objects_inside_objects_and_names_of_the_closure_change_once() -> None:
         assert [len(cache.layers[0].keys), calls, len(Cache.seen)] == [number] * 3
 
 
-@pytest.mark.parametrize("place", [slice(None), slice(1, None)])
-def test_a_view_with_a_history_that_is_written(place: Any) -> None:
+@pytest.mark.parametrize("place", [None, slice(1, None)])
+def test_a_tensor_with_a_history_that_is_written(place: Any) -> None:
     def run(function: Any) -> torch.Tensor:
         w = torch.full((3,), 3.0, requires_grad=True)
         x = w * 2
-        (function(x[place], w[place]).sum() + x.sum()).backward()
+        given = (x, w) if place is None else (x[place], w[place])
+        (function(*given).sum() + x.sum()).backward()
         assert w.grad is not None
         return w.grad
 
@@ -403,7 +326,7 @@ def test_a_call_that_compiles_late_has_the_next_one_compared() -> None:
     assert row(compiled).status == "verified"
 
 
-@pytest.mark.parametrize("kind", ["decorated", "compiled", "module", "method"])
+@pytest.mark.parametrize("kind", ["decorated", "module"])
 def test_what_is_called_inside_runs_as_python_too(kind: str) -> None:
     """A nested compiled function is not left uncompiled for good by the run as Python."""
     graphs: list[str] = []
@@ -418,9 +341,7 @@ def test_what_is_called_inside_runs_as_python_too(kind: str) -> None:
 
     made: dict[str, Any] = {
         "decorated": against(lambda x: x + 1, note),
-        "compiled": torch.compile(adds, backend=note),
         "module": torch.compile(Inner(), backend=note),
-        "method": torch.compile(Inner().forward, backend=note),
     }
     inner = made[kind]
     compiled = against(lambda x: inner(x) * 2)
@@ -573,7 +494,7 @@ def test_the_reproducer_needs_torch_only(tmp_path: Any) -> None:
     torch._dynamo.reset()
     compiled = against(zeros_like_shape)
     _, texts = said(compiled, torch.ones(2, 3))
-    script = row(compiled).reproducer
+    script = str(row(compiled).reproducer)
     assert f"reproducer: {script}" in texts[0]
     assert "torchguard" not in Path(script).read_text(encoding="utf-8")
     command = (
@@ -589,10 +510,4 @@ def test_the_reproducer_needs_torch_only(tmp_path: Any) -> None:
         check=False,
     )
     assert ran.returncode == 1, ran.stderr
-    assert "compiled gives" in ran.stdout
-
-
-def test_why_there_is_no_reproducer(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_as(monkeypatch, returns=lambda x: x * 3)
-    _, texts = said(against(returns), torch.ones(2))
-    assert "reproducer: none: a function that is compiled anew is right" in texts[0]
+    assert "output 0: torch.Size([2])" in ran.stdout

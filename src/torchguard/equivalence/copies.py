@@ -32,9 +32,8 @@ from torchguard.state.tensors import extent
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that takes the place of another."""
 
-Change: TypeAlias = Callable[[torch.Tensor, bool], None]
-"""Changes the values of a storage's copy before it is used; the second argument is whether a
-tensor over the original requires a gradient."""
+Change: TypeAlias = Callable[[Sequence[Any]], None]
+"""Changes the values of copied inputs before they are used."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
@@ -103,14 +102,9 @@ def bytes_of(values: Sequence[Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def copy_inputs(
-    values: Sequence[Any],
-    cast: Cast | None = None,
-    change: Change | None = None,
-) -> Copies:
+def copy_inputs(values: Sequence[Any], cast: Cast | None = None) -> Copies:
     """Copy the inputs of a call, for which :func:`why_not_copied` returns None."""
-    require_grad = {_key(tensor) for tensor in tensors_of(values) if tensor.requires_grad}
-    copier = _Copier(cast, change, require_grad)
+    copier = _Copier(cast)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -145,10 +139,6 @@ def _overlap(values: Sequence[Any]) -> bool:
 @dataclass
 class _Copier:
     cast: Cast | None
-    change: Change | None
-    require_grad: set[_Key]
-    """The storages behind tensors that require a gradient."""
-
     storages: dict[_Key, torch.UntypedStorage] = field(default_factory=dict)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -197,9 +187,6 @@ class _Copier:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 whole.set_(storage)
                 storage = whole.to(dtype).untyped_storage()
-            if self.change is not None:
-                values = torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
-                self.change(values, key in self.require_grad)
             self.storages[key] = storage
         return self.storages[key], dtype
 
@@ -233,14 +220,16 @@ def run_on_copies(
 
     Tensors that the graph owns hold copies of their data meanwhile; they are the first
     inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is restored.
-    ``cast`` and ``change`` are those of :func:`copy_inputs`. Where a graph leaves a part of an
-    output unwritten, its memory could hold the values of the ``reference`` by chance, so free
-    memory of these sizes is overwritten before.
+    ``cast`` is that of :func:`copy_inputs`; ``change`` may change the copies' values. Where a graph
+    leaves a part of an output unwritten, its memory could hold the values of the ``reference`` by
+    chance, so free memory of these sizes is overwritten before.
 
     Raises:
         torch.OutOfMemoryError: a second run does not fit into memory.
     """
-    copies = copy_inputs([*owned, *inputs], cast, change)
+    copies = copy_inputs([*owned, *inputs], cast)
+    if change is not None:
+        change(copies.values)
     with _holding(owned, copies.values):
         copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         if reference is not None:

@@ -455,9 +455,7 @@ def _separated_at_tensors(
         nonlocal overlap
         if not isinstance(operand, torch.Tensor) or copy_of(operand, memory, _READS_ALL) is Copy.NO:
             return operand
-        # PyTorch refuses memory of the same tensor, though it lies elsewhere than what is written.
-        if overlap is None and (operand is not value or _hits(tensor, index, operand)):
-            overlap = Overlap(tuple(tensor.shape), tuple(operand.shape))
+        overlap = overlap or Overlap(tuple(tensor.shape), tuple(operand.shape))
         return operand.clone()
 
     items = index if isinstance(index, tuple) else (index,)
@@ -489,26 +487,3 @@ def _is_masked_fill(tensor: torch.Tensor, items: tuple[Any, ...], value: Any) ->
         and tensor.is_cpu
         and value.is_cpu
     )
-
-
-def _hits(tensor: torch.Tensor, index: Any, operand: torch.Tensor) -> bool:
-    """Whether what an index with tensors selects shares an element with the operand."""
-    if type(tensor) not in PLAIN or type(operand) not in PLAIN or tensor.dtype != operand.dtype:
-        return True
-    try:
-        with computing_unseen():
-            begin = tensor.data_ptr()
-            written = _offsets(tensor, begin)[index]
-            return bool(torch.isin(_offsets(operand, begin), written).any())
-    except (IndexError, RuntimeError, TypeError):  # PyTorch says what is wrong with the index
-        return False
-
-
-def _offsets(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return how many bytes each element lies behind an address."""
-    size = tensor.element_size()
-    total = torch.full((), tensor.data_ptr() - begin, device=tensor.device)
-    for dim, (length, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        shape = [length if each == dim else 1 for each in range(tensor.dim())]
-        total = total + (torch.arange(length, device=tensor.device) * (step * size)).view(shape)
-    return total.expand(tensor.shape)

@@ -32,33 +32,6 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
     """Warn at the user's line, once per line unless filters say otherwise."""
     if is_trial():
         return
-    place, text, registry = _said_of(function, overlap, place)
-    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
-    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
-
-
-def is_error(function: Callable[..., Any], overlap: Overlap) -> bool:
-    """Whether filters make an exception of the warning."""
-    if is_trial():
-        return False
-    (file, line), text, _ = _said_of(function, overlap, None)
-    module = file.removesuffix(".py")
-    for action, message, category, of_module, of_line in warnings.filters:
-        # As warnings.warn_explicit looks for the first that fits.
-        if (
-            issubclass(OverlapWarning, category)
-            and (message is None or message.match(text))
-            and (of_module is None or of_module.match(module))
-            and of_line in (0, line)
-        ):
-            return action == "error"
-    return False
-
-
-def _said_of(
-    function: Callable[..., Any], overlap: Overlap, place: Place | None
-) -> tuple[Place, str, dict[Any, Any]]:
-    """Return the user's line, what is said of it, and the registry that notes that it was said."""
     if place is None:
         frame = frame_of_user()
         place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -72,7 +45,17 @@ def _said_of(
             "copied it first; plain torch may compute something else. Write .clone() behind it"
         )
         _texts[place] = text, {}
-    return place, *_texts[place]
+    text, registry = _texts[place]
+    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
+    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+
+
+def may_raise() -> bool:
+    """Whether filters may make an exception of the warning."""
+    return any(
+        action == "error" and issubclass(OverlapWarning, category)
+        for action, _, category, *_ in warnings.filters
+    )
 
 
 # ---- a graph ----

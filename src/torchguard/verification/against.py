@@ -7,9 +7,7 @@ import functools
 import inspect
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +27,22 @@ from torchguard._torch import (
     uncompiled_call,
 )
 from torchguard.equivalence.compare import Difference
-from torchguard.equivalence.copies import bytes_of, overwrite_free_memory, why_not_copied
-from torchguard.errors import MiscompilationError, MiscompilationWarning
+from torchguard.equivalence.copies import overwrite_free_memory
+from torchguard.errors import MiscompilationWarning
 from torchguard.verification.backend import VerifiedBackend, comparison
-from torchguard.verification.report import GraphRecord, first_of
-from torchguard.verification.reproduce_python import python_reproducer_of
+from torchguard.verification.check import (
+    UnverifiedError,
+    checking,
+    replacement,
+    require_comparable,
+)
+from torchguard.verification.report import GraphRecord, message_of, note_mismatch
+from torchguard.verification.reproduce import python_reproducer_of
 from torchguard.verification.undone import Reached, Run, differences_of
 
 
 class _CompilesError(BaseException):
     """Ends a call that is about to compile, before any of it has run."""
-
-
-class _UnverifiedError(Exception):
-    """The call can't be compared; the text is the reason."""
 
 
 class _Thread(threading.local):
@@ -53,23 +53,22 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@dataclass(eq=False)
 class AgainstPython:
     """Compares calls of one compiled function with the same calls as plain Python."""
 
-    function: Any
-    """What the user wrote, a function or a module."""
-
-    python: Callable[..., Any]
-    """Calls it uncompiled."""
-
-    backend: VerifiedBackend
-    calls: int = 0
-    _due: bool = True  # the next call is compared: the first, or one compiled when a part had run
-    _right: int | None = None  # the number of the last call that was right
-    _answer: str = "compiled"  # or "python", or "error"
-    _text: str = ""
-    call_compiled: Callable[..., Any] = field(init=False)
+    def __init__(
+        self, function: Any, python: Callable[..., Any], made: Any, backend: VerifiedBackend
+    ) -> None:
+        self.function = function
+        """What the user wrote, a function or a module."""
+        self.backend = backend
+        # Also if a compiled function calls it.
+        self.as_python = torch.compiler.disable(python)
+        self.compiled = compiles_inside(made, self.before_compiling)
+        self._runs: Callable[..., Any] | None = None  # in place of what was traced wrong
+        self._calls = 0
+        self._right: int | None = None  # the number of the last call that was right
+        self._due = True  # the next call is compared: the first, or one compiled halfway
 
     @functools.cached_property
     def record(self) -> GraphRecord:
@@ -79,12 +78,6 @@ class AgainstPython:
         made.runs = "compiled"
         self.backend.add(made)
         return made
-
-    @functools.cached_property
-    def call_python(self) -> Callable[..., Any]:
-        """The function as plain Python, also if a compiled function calls it."""
-        called: Callable[..., Any] = torch.compiler.disable(self.python)
-        return called
 
     def before_compiling(self) -> contextlib.AbstractContextManager[None]:
         """End the call if Dynamo is about to compile for it, and nothing of it has run so far."""
@@ -96,120 +89,86 @@ class AgainstPython:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call; if it compiles something, compare it first."""
-        if comparison.runs == "python" or self._answer == "python":
-            return self.call_python(*args, **kwargs)
-        if self._answer == "error":
-            raise MiscompilationError(self._text)
-        if comparison.runs:
-            return self.call_compiled(*args, **kwargs)
-        self.calls += 1
+        if comparison.runs == "python":
+            return self.as_python(*args, **kwargs)
+        if comparison.runs or self._runs is not None:
+            return (self._runs or self.compiled)(*args, **kwargs)
+        self._calls += 1
         every = self.backend.checks.every
-        if not self._due and (every is None or self.calls % every):
-            before, _thread.watched = _thread.watched, self
-            try:
-                return self.call_compiled(*args, **kwargs)
-            except _CompilesError:
-                pass
-            finally:
-                _thread.watched = before
-        self._due = False
-        # Disabled: a compiled function that has called us would trace what a check does.
-        torch.compiler.disable(self._check)(args, kwargs)
-        if self._answer != "compiled":
-            return self.call(args, kwargs)
-        before, _thread.watched = _thread.watched, None
+        before = _thread.watched
         try:
-            return self.call_compiled(*args, **kwargs)
+            if not self._due and (every is None or self._calls % every):
+                _thread.watched = self
+                try:
+                    return self.compiled(*args, **kwargs)
+                except _CompilesError:
+                    pass
+            self._due, _thread.watched = False, None
+            # Disabled: a compiled function that has called us would trace what a check does.
+            torch.compiler.disable(self._check)(args, kwargs)
+            return (self._runs or self.compiled)(*args, **kwargs)
         finally:
             _thread.watched = before
 
-    # ---- the comparison ----
-
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare one call, and keep the record."""
-        record, start = self.record, time.perf_counter()
-        before, _thread.watched = _thread.watched, None
+        """Compare one call, keep the record, and replace what is wrong."""
         found: list[Difference] = []
         try:
-            found = self._differences(args, kwargs)
-        except (_UnverifiedError, torch.OutOfMemoryError) as reason:
-            self._leave(str(reason).partition("\n")[0])
-        except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
-            self._leave(f"the check raised {type(error).__name__}: {error}")
-        else:
-            self._right = self._right if found else self.calls
-            record.status, record.reason = "mismatched" if found else "verified", ""
+            with checking(self.record):
+                found = self._differences(args, kwargs)
+                if not found:
+                    self.record.status, self.record.reason = "verified", ""
+                    self._right = self._calls
         finally:
-            _thread.watched, comparison.runs = before, ""
-            record.checks += 1
-            record.seconds += time.perf_counter() - start
+            comparison.runs = ""
         if found:
-            self._report(found, args, kwargs)
-
-    def _leave(self, reason: str) -> None:
-        if self.record.status == "compiled":
-            self.record.status, self.record.reason = "unverified", reason
+            self._replace(found, args, kwargs)
 
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Difference]:
         reached = Reached(self.function, args, kwargs)
-        self._require_comparable(reached)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise UnverifiedError("ranks would run a collective a different number of times")
+        if reached.problem is not None:
+            raise UnverifiedError(reached.problem)
+        require_comparable(reached.tensors, self.backend.checks.max_bytes, reached.names)
 
         def as_python() -> Run:
             comparison.runs = "python"
             with _nothing_compiles():
-                return reached.run(self.call_python, args, kwargs)
+                return reached.run(self.as_python, args, kwargs)
 
         python = as_python()
         comparison.runs = "compiled"
-        compiled = reached.run(self.call_compiled, args, kwargs)
+        compiled = reached.run(self.compiled, args, kwargs)
         if python.error is not None and compiled.error is not None:
-            raise _UnverifiedError(f"Python raises {type(python.error).__name__}")
+            raise UnverifiedError(f"Python raises {type(python.error).__name__}")
         if is_error_of_compiler(compiled.error):
-            raise _UnverifiedError(f"it can't be compiled: {type(compiled.error).__name__}")
+            raise UnverifiedError(f"it can't be compiled: {type(compiled.error).__name__}")
         found = differences_of(python, compiled)
         if found:
             # What Python does not do twice is not compared, such as reading unwritten memory.
             overwrite_free_memory(python.outputs)
-            unsteady = {
-                (each.part, each.key, each.kind) for each in differences_of(python, as_python())
-            }
+            again = differences_of(python, as_python())
+            unsteady = {(each.part, each.key, each.kind) for each in again}
             found = [each for each in found if (each.part, each.key, each.kind) not in unsteady]
         return found
 
-    def _require_comparable(self, reached: Reached) -> None:
-        reason, limit = reached.problem, self.backend.checks.max_bytes
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            reason = "ranks would run a collective a different number of times"
-        if reason is None and (reason := why_not_copied(reached.tensors)) is not None:
-            place, text = reason.removeprefix("input ").split(" ", 1)
-            reason = f"{reached.names[int(place)]} {text}"
-        if reason is None and limit is not None and (size := bytes_of(reached.tensors)) > limit:
-            reason = f"what it reaches has {size:,} bytes, max_bytes is {limit:,}"
-        if reason is not None:
-            raise _UnverifiedError(reason)
-
-    def _report(
+    def _replace(
         self, found: list[Difference], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Warn or raise, as ``on_mismatch`` says, and decide what runs from now on."""
         record, action = self.record, self.backend.checks.on_mismatch
-        record.differences = tuple(map(str, found))
-        record.runs = {"fallback": "Python", "warn": "compiled", "raise": "nothing"}[action]
+        note_mismatch(record, found, action, "Python")
+        head = f"Dynamo (torch {torch.__version__}) traced `{record.function}`"
         reproducer = python_reproducer_of(self.function, args, kwargs, record)
-        last = "" if self._right is None else f"{self.calls - self._right} calls ago"
-        lines = [
-            f"Dynamo (torch {torch.__version__}) traced `{record.function}` wrong:",
-            *(f"  {line}" for line in first_of(found)),
-            f"  function: {record.place}",
-            *([f"  last right comparison: {last}"] if last else []),
-            f"  now: {record.runs} runs",
-            f"  reproducer: {reproducer}",
-        ]
-        self._text = "\n".join(lines)
-        self._answer = {"fallback": "python", "warn": "compiled", "raise": "error"}[action]
-        record_event("miscompiled", "verified", lines[0].rstrip(":"))
+        more = [f"reproducer: {reproducer}"]
+        if self._right is not None:
+            more.insert(0, f"last right comparison: {self._calls - self._right} calls ago")
+        text = message_of(record, head, found, action, *more)
+        self._runs = replacement(action, text, self.as_python, self.compiled)
+        record_event("miscompiled", "verified", f"{head} wrong")
         if action != "raise":
-            warn_user(self._text, MiscompilationWarning)
+            warn_user(text, MiscompilationWarning)
 
 
 @contextlib.contextmanager
@@ -230,21 +189,17 @@ def _none_in_python(original: Callable[..., Any]) -> Callable[..., Any]:
     return _callback_from_stance
 
 
-# ---- what verified() returns ----
-
-
 def compare_with_python(made: Any, function: Any, backend: VerifiedBackend) -> Any:
     """Return what ``torch.compile`` has made, whose calls are compared if they compile.
 
     A module compiled in place is the one that was given, and gets another compiled call.
     """
     in_place = made is function
-    compiled = compiled_call(function) if in_place else made
     python = function
     if isinstance(function, torch.nn.Module):
         python = uncompiled_call(function) if in_place else function.__call__
-    check = AgainstPython(function, python, backend)
-    compiled = check.call_compiled = compiles_inside(compiled, check.before_compiling)
+    check = AgainstPython(function, python, compiled_call(function) if in_place else made, backend)
+    compiled = check.compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return check.call(args, kwargs)
@@ -252,7 +207,7 @@ def compare_with_python(made: Any, function: Any, backend: VerifiedBackend) -> A
     patch.skip_own_frames()
     skip_frames(call.__code__)
     if isinstance(compiled, torch.nn.Module):
-        check.call_compiled = compiled.forward
+        check.compiled = compiled.forward
         vars(compiled)["forward"] = call
         return compiled
     # With torch's marks: Dynamo traces the function itself if it meets this one.

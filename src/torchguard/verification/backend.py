@@ -177,15 +177,7 @@ class VerifiedBackend:
         # Here and not above: what a check needs is imported with the first graph.
         from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415
 
-        check = GraphCheck(
-            traced,
-            inner,
-            self.checks,
-            record,
-            compiled,
-            draws_like_eager=inner.draws_like_eager,
-            is_dynamic=sizes is not None,
-        )
+        check = GraphCheck(traced, inner, self.checks, record, compiled, inner.draws_like_eager)
         return checked_calls(check, sizes, numbers)
 
     def add(self, record: GraphRecord) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,15 +27,59 @@ from torchguard.equivalence.copies import (
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.reference import reference_of, warn_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
-from torchguard.verification.backend import Inner, Options
+from torchguard.verification.backend import Inner, OnMismatch, Options
 from torchguard.verification.graph import SizesOf, names_of, owned_tensors, shared_inputs
-from torchguard.verification.report import GraphRecord, first_of, message_of
+from torchguard.verification.report import GraphRecord, first_of, message_of, note_mismatch
 from torchguard.verification.reproduce import reproducer_of
-from torchguard.verification.rounding import exact, not_by_rounding, policy_of, right_in_double
+from torchguard.verification.rounding import exact, not_by_rounding, policy_of
 
 
-class _UnverifiedError(Exception):
-    """The graph can't be compared with eager; the text is the reason."""
+class UnverifiedError(Exception):
+    """It can't be compared; the text is the reason."""
+
+
+@contextlib.contextmanager
+def checking(record: GraphRecord) -> Iterator[None]:
+    """Note in the record that a call was checked, or why it could not be."""
+    start, reason = time.perf_counter(), ""
+    try:
+        yield
+    except UnverifiedError as error:
+        reason = str(error)
+    except torch.OutOfMemoryError:
+        reason = "out of memory while running it again for verification"
+    except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
+        reason = f"the check raised {type(error).__name__}: {error}"
+    finally:
+        record.checks += 1
+        record.seconds += time.perf_counter() - start
+    if reason and record.status in {"compiled", "verified"}:
+        record.status, record.reason = "unverified", reason
+
+
+def require_comparable(
+    tensors: Sequence[Any], max_bytes: int | None, names: Sequence[str] | None = None
+) -> None:
+    """Raise an :class:`UnverifiedError` if these can't be copied, or have too many bytes."""
+    reason = why_not_copied(tensors)
+    if reason is None and max_bytes is not None and (size := bytes_of(tensors)) > max_bytes:
+        reason = f"its inputs have {size:,} bytes, max_bytes is {max_bytes:,}"
+    if reason is not None:
+        numbered = None if names is None else re.match(r"input (\d+)", reason)
+        if names is not None and numbered is not None:
+            reason = names[int(numbered[1])] + reason[numbered.end() :]
+        raise UnverifiedError(reason)
+
+
+def replacement(
+    action: OnMismatch, text: str, right: Callable[..., Any], wrong: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return what runs in place of what is wrong, as ``on_mismatch`` says."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MiscompilationError(text)
+
+    return {"fallback": right, "warn": wrong, "raise": refuse}[action]
 
 
 @dataclass(eq=False)
@@ -56,9 +102,6 @@ class GraphCheck:
 
     draws_like_eager: bool
     """Whether what the backend made draws the random numbers that eager draws."""
-
-    is_dynamic: bool
-    """Whether the graph has dynamic shapes."""
 
     conclusive: bool = True
     """Whether the last check could tell: eager did not raise."""
@@ -119,19 +162,9 @@ class GraphCheck:
 
         Returns the text of a warning, if there is one.
         """
-        start = time.perf_counter()
         self.conclusive = True
-        try:
+        with checking(self.record):
             return self._check(inputs)
-        except _UnverifiedError as reason:
-            self._leave(str(reason))
-        except torch.OutOfMemoryError:
-            self._leave("out of memory while re-running the graph for verification")
-        except Exception as error:  # noqa: BLE001 - a check must never break the call it checks
-            self._leave(f"the check raised {type(error).__name__}: {error}")
-        finally:
-            self.record.checks += 1
-            self.record.seconds += time.perf_counter() - start
         return None
 
     def _check(self, inputs: Sequence[Any]) -> str | None:
@@ -140,7 +173,7 @@ class GraphCheck:
         found, note = self._judge(eager, inputs)
         if found:
             if not judge(eager, self._run_eagerly(inputs), COMPILING).equal:
-                raise _UnverifiedError("eager itself does not give the same result twice")
+                raise UnverifiedError("eager itself does not give the same result twice")
             return self._replace(found, inputs)
         if eager.error is not None:
             reason = f"eager raises {type(eager.error).__name__}"
@@ -153,40 +186,22 @@ class GraphCheck:
             self.record.reason = note or earlier_note
         return None
 
-    def _leave(self, reason: str) -> None:
-        """Leave the graph unverified."""
-        if self.record.status in {"compiled", "verified"}:
-            self.record.status = "unverified"
-            self.record.reason = reason
-
     def _run_eagerly(self, inputs: Sequence[Any]) -> Outcome:
         """Return what eager does; raises where that can't be compared with what runs."""
-        reason = self._why_not_run(inputs)
-        if reason is not None:
-            raise _UnverifiedError(reason)
+        require_comparable([*self.owned, *inputs], self.options.max_bytes)
+        if any(map(has_hooks, self.owned)):
+            raise UnverifiedError("a tensor that the graph owns has hooks")
         eager = run_on_copies(self.graph, inputs, self.owned)
         self._overlaps = eager.overlaps or self._overlaps
         eager.random = eager.random and draws_random_numbers(self.graph, inputs, self.owned)
         if eager.random and not self.draws_like_eager:
             self.settled = True  # no inputs will change that
             hint = "; with the option fallback_random=True it can be checked"
-            raise _UnverifiedError(
+            raise UnverifiedError(
                 f"it draws random numbers, which {self.inner.name} may draw in its own way"
                 f"{hint if self.inner.name == 'inductor' else ''}"
             )
         return eager
-
-    def _why_not_run(self, inputs: Sequence[Any]) -> str | None:
-        tensors = [*self.owned, *inputs]
-        reason = why_not_copied(tensors)
-        if reason is not None:
-            return reason
-        limit = self.options.max_bytes
-        if limit is not None and (size := bytes_of(tensors)) > limit:
-            return f"its inputs have {size:,} bytes, max_bytes is {limit:,}"
-        if any(has_hooks(tensor) for tensor in self.owned):
-            return "a tensor that the graph owns has hooks"
-        return None
 
     def _judge(self, eager: Outcome, inputs: Sequence[Any]) -> tuple[tuple[Difference, ...], str]:
         """Compare what runs with eager; return what differs, and what differs and is allowed.
@@ -215,12 +230,10 @@ class GraphCheck:
         found = judge(eager, compiled, COMPILING, in_double).differences
         if found and (policy := policy_of(graph, inputs)) is not COMPILING:  # under autocast
             found = judge(eager, compiled, policy, in_double).differences
-        # Without Dynamo's symbols, what is compiled in double would be another graph.
-        if not found or self.owned or self.is_dynamic:
+        if not found or self.owned:
             return found, ""
-        left = not_by_rounding(graph, inputs, eager, compiled, found)
-        if left or not right_in_double(graph, inputs, self.inner.compile):
-            return tuple(left) or found, ""
+        if left := not_by_rounding(graph, inputs, eager, compiled, found):
+            return tuple(left), ""
         named = [each.named(self.names) for each in found]
         return (), f"rounding decides at a discontinuity: {'; '.join(first_of(named))}"
 
@@ -228,22 +241,17 @@ class GraphCheck:
         """Replace what is wrong as the user has chosen; return the text of the warning."""
         record, action = self.record, self.options.on_mismatch
         self.settled = True
-        if action == "fallback":
-            self.runs, record.runs = self.eager, "eager"
-        record.status = "mismatched"
         named = tuple(each.named(self.names) for each in found)
-        record.differences = tuple(map(str, named))
-        reproducer = reproducer_of(self.graph, inputs, self.inner, record, found)
-        text = message_of(record, self.inner, named, action, reproducer)
-        if action != "raise":
-            return text
-        record.runs = "nothing"
-
-        def refuse(*_: Any) -> Any:
-            raise MiscompilationError(text)
-
-        self.runs = refuse
-        return None
+        note_mismatch(record, named, action, "eager")
+        reproducer = f"reproducer: {reproducer_of(self.graph, inputs, self.inner, record)}"
+        # A callable of the user's is named itself: its fault is none to report to PyTorch.
+        source = self.inner.source
+        with_source = f" with {source}" if source and source.startswith("backend=") else ""
+        by = f"the backend {self.inner.name}" if source is None else f"torch.compile{with_source}"
+        head = f"{by} (torch {torch.__version__}) compiled {record.function}"
+        text = message_of(record, head, named, action, reproducer)
+        self.runs = replacement(action, text, self.eager, self.runs)
+        return None if action == "raise" else text
 
 
 def with_strides(

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from torchguard._public import public
 
 if TYPE_CHECKING:
     from torchguard.equivalence.compare import Difference
-    from torchguard.verification.backend import Inner
 
 Status = Literal["compiled", "verified", "mismatched", "unverified"]
 
@@ -143,36 +140,34 @@ def verification_report() -> VerificationReport:
     return VerificationReport(tuple(ALL_GRAPHS))
 
 
-def message_of(
-    record: GraphRecord,
-    inner: Inner,
-    found: Sequence[Difference],
-    on_mismatch: str,
-    reproducer: str,
-) -> str:
-    """Return the text of the warning, or of the error, for a graph that was compiled wrong.
+def note_mismatch(
+    record: GraphRecord, found: Sequence[Difference], on_mismatch: str, right: str
+) -> None:
+    """Note in the record what differs, and what runs from now on."""
+    record.status, record.differences = "mismatched", tuple(map(str, found))
+    record.runs = {"fallback": right, "warn": record.runs, "raise": "nothing"}[on_mismatch]
 
-    ``reproducer`` says where the script is, or why there is none.
+
+def message_of(
+    record: GraphRecord, head: str, found: Sequence[Difference], on_mismatch: str, *more: str
+) -> str:
+    """Return the text of the warning, or of the error, for what was compiled wrong.
+
+    ``head`` says who was wrong about what; ``more`` are lines for the end.
     """
-    # A callable of the user's is named itself: its fault is none to report to PyTorch.
-    source = inner.source
-    if source is None:
-        compiler = f"the backend {inner.name}"
-    else:
-        compiler = f"torch.compile{f' with {source}' if source.startswith('backend=') else ''}"
     largest = max((each.largest for each in found if each.finite), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
-        "warn": 'the wrong graph runs all the same, because of on_mismatch="warn"',
+        "warn": 'what is wrong runs all the same, because of on_mismatch="warn"',
         "raise": "it is not run",
     }[on_mismatch]
     lines = [
-        f"{compiler} (torch {torch.__version__}) compiled {record.function} wrong:",
+        f"{head} wrong:",
         *(f"  {line}" for line in first_of(found)),
         f"  lines: {record.place}",
         *([] if largest is None else [f"  largest difference: {largest:.3g}"]),
         f"  now: {now}",
-        f"  reproducer: {reproducer}",
+        *(f"  {line}" for line in more),
     ]
     return "\n".join(lines)
 

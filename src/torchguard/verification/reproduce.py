@@ -1,30 +1,33 @@
-"""A script that reproduces a wrong graph with torch alone."""
+"""A script that reproduces with torch alone what a graph, or Dynamo, does wrong."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import tempfile
+import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchguard.equivalence.compare import Difference
+from torchguard._pytree import names_in
 from torchguard.equivalence.copies import bytes_of, tensors_of
 from torchguard.verification.backend import Inner
-from torchguard.verification.graph import numbers_in, owned_tensors, unlogged
+from torchguard.verification.graph import graphs_in, numbers_in, owned_tensors
 from torchguard.verification.report import GraphRecord
 
 FOLDER_VARIABLE = "TORCHGUARD_REPRODUCERS"
 """Names the folder for the scripts; without it they go to a temporary one."""
 
-MOST_WRITTEN_OUT = 2000  # elements that may stand in a script as numbers
+_MOST_WRITTEN_OUT = 8000  # bytes of inputs that may stand in a script as numbers
 
 _SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
 
@@ -33,23 +36,27 @@ _SCRIPT = '''"""torch.compile and eager differ here. torch {version}.
 
 import torch
 from torch import device, inf, nan
+from torch.utils._pytree import tree_leaves
 
 NoneType = type(None)
-{imports}
+{sources}
 
-{classes}
+KEYWORDS = {keywords!r}
+
 
 def inputs():
     torch.manual_seed(0)
 {inputs}
 
 
-def run(function):
+def seen(function):
     """Return what can be seen of one run: tensors, and which of them share memory."""
     values = inputs()
     numbered = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
     leaves = [(i, v) for i, v in numbered if v.requires_grad]
-    outputs = list(function(*values))
+    given = values[: len(values) - len(KEYWORDS)]
+    outputs = tree_leaves(function(*given, **dict(zip(KEYWORDS, values[len(given) :]))))
+    outputs = [torch.tensor(v) if isinstance(v, (int, float)) else v for v in outputs]
     tensors = {{f"output {{i}}": v for i, v in enumerate(outputs)}}
     tensors |= {{f"input {{i}} after the call": v for i, v in numbered}}
     tensors = {{k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}}
@@ -62,13 +69,20 @@ def run(function):
         gradients = torch.autograd.grad(ends, [v for _, v in leaves], sent, allow_unused=True)
         pairs = zip(leaves, gradients)
         tensors |= {{f"gradient of input {{i}}": g for (i, _), g in pairs if g is not None}}
+    tensors["number of outputs"] = torch.tensor(len(outputs))
     return {{k: v.detach() for k, v in tensors.items()}}, shared
 
 
-graph = Graph()
+def run(function):
+    try:
+        return seen(function)
+    except Exception as error:
+        return {{"exception": torch.ones(())}}, set()
+
+
 with torch.{grad_mode}():
-    eager, eager_shared = run(graph)
-    compiled, compiled_shared = run(torch.compile(graph{arguments}))
+    eager, eager_shared = run({name})
+    compiled, compiled_shared = run(torch.compile({name}{arguments}))
 wrong = []
 for name, want in eager.items():
     got = compiled.get(name, torch.zeros_like(want))
@@ -81,45 +95,72 @@ for name, want in eager.items():
 for pair in sorted(eager_shared ^ compiled_shared):
     how = "compiled" if pair in compiled_shared else "eager"
     wrong.append(f"{{pair[0]}} and {{pair[1]}} share memory in {{how}} only")
-print("\\n".join(wrong) or "no difference")
-raise SystemExit(bool(wrong))
+if __name__ == "__main__":
+    print("\\n".join(wrong) or "no difference")
+    raise SystemExit(bool(wrong))
 '''
 
 
 class NoScriptError(Exception):
-    """The graph can't be written as a script; the text is the reason."""
+    """There can't be a script; the text is the reason."""
 
 
 def reproducer_of(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    inner: Inner,
-    record: GraphRecord,
-    found: Sequence[Difference],
+    graph: fx.GraphModule, inputs: Sequence[Any], inner: Inner, record: GraphRecord
 ) -> str:
     """Write a script that shows what a backend made of a graph does otherwise.
 
     Returns where it is, which the record keeps too, or why there is none.
     """
-    source = inner.source
-    if source is None:
-        return f"none: {inner.name} is a callable, which a script can't name"
-    if owned_tensors(graph):
-        return "none: the graph holds tensors of its own, such as an optimizer's parameters"
-    if record.checks and numbers_in(graph, inputs):
-        return "none: a script does not show what needs a float that changes between calls"
+
+    def make_text() -> str:
+        source = inner.source
+        if source is None:
+            raise NoScriptError(f"{inner.name} is a callable, which a script can't name")
+        if owned_tensors(graph):
+            raise NoScriptError("the graph holds tensors, such as an optimizer's parameters")
+        if record.checks and numbers_in(graph, inputs):
+            raise NoScriptError("a script does not show what needs a float that changes")
+        if len(graphs_in(graph)) > 1 or any(node.op == "call_module" for node in graph.graph.nodes):
+            raise NoScriptError("the graph holds other graphs, or calls a module as a whole")
+        arguments = f", {source}" if source else ""
+        return _script(_source_of(graph), "graph", arguments, inputs, record)
+
     name = record.function if record.function.isidentifier() else "graph"
-    return saved(lambda: _script(graph, inputs, source, found), name, record)
+    return _saved(make_text, name, record)
 
 
-def saved(make_text: Callable[[], str], name: str, record: GraphRecord) -> str:
-    """Write the script that ``make_text`` returns.
+def python_reproducer_of(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], record: GraphRecord
+) -> str:
+    """Write a script for a function that Dynamo traces wrong with these arguments.
 
     Returns where it is, which the record keeps too, or why there is none.
     """
+
+    def make_text() -> str:
+        inputs, keywords = [*args, *kwargs.values()], tuple(kwargs)
+        for value in inputs:
+            if not isinstance(value, torch.Tensor) and not _is_literal(value):
+                raise NoScriptError(f"an argument is a {type(value).__name__}")
+        sources: dict[str, str] = {}
+        _write(function, sources)
+        name, source = function.__name__, "\n\n\n".join(sources.values())
+        text = _script(source, name, ', backend="eager"', inputs, record, keywords=keywords)
+        scope: dict[str, Any] = {"__name__": "reproducer"}
+        exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
+        if not scope["wrong"]:
+            raise NoScriptError(
+                "a function that is compiled anew is right, so earlier calls matter"
+            )
+        return text
+
+    return _saved(make_text, getattr(function, "__name__", "function"), record)
+
+
+def _saved(make_text: Callable[[], str], name: str, record: GraphRecord) -> str:
     try:
-        with unlogged():
-            text = make_text()
+        text = make_text()
         folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
         folder.mkdir(parents=True, exist_ok=True)
         record.reproducer = write_script(text, folder / f"{name}.py")
@@ -149,26 +190,29 @@ def _temporary_folder() -> str:
 
 
 def _script(
-    graph: fx.GraphModule, inputs: Sequence[Any], arguments: str, found: Sequence[Difference]
+    sources: str,
+    name: str,
+    arguments: str,
+    inputs: Sequence[Any],
+    record: GraphRecord,
+    *,
+    keywords: Sequence[str] = (),
 ) -> str:
     """Return the text of a script, which gives ``torch.compile`` these arguments.
 
-    Its inputs have the shapes, strides and sharing that they had. If they are few, they have their
-    values, else random ones.
+    Its inputs, the last ones by ``keywords``, have the shapes, strides and sharing that they had.
+    If they are few, they have their values, else random ones.
     """
-    imports: dict[str, str] = {}
-    classes: list[str] = []
-    _class_of(graph, "Graph", imports, classes)
     double = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
-    written_out = bytes_of(inputs) <= 4 * MOST_WRITTEN_OUT  # whole storages
     return _SCRIPT.format(
         version=torch.__version__,
         # They stand in the docstring of the script, which these would end or escape.
-        differences="\n".join(map(str, found)).replace("\\", "/").replace('"""', "'''"),
-        imports="\n".join(imports.values()),
-        classes="\n\n".join(classes),
-        inputs=input_lines(inputs, written_out=written_out),
-        arguments=f", {arguments}" if arguments else "",
+        differences="\n".join(record.differences).replace("\\", "/").replace('"""', "'''"),
+        sources=sources,
+        keywords=tuple(keywords),
+        inputs=_input_lines(inputs),
+        name=name,
+        arguments=arguments,
         grad_mode="enable_grad" if torch.is_grad_enabled() else "no_grad",
         # Wider than the check's, which knows what rounding explains here: a script does not.
         rtol=1e-6 if double else 1e-3,
@@ -176,29 +220,19 @@ def _script(
     )
 
 
-def _class_of(graph: fx.GraphModule, name: str, imports: dict[str, str], classes: list[str]) -> str:
-    """Write a module class for the graph, those it holds first."""
-    children = []
-    for child, module in graph.named_children():
-        if not isinstance(module, fx.GraphModule):
-            raise NoScriptError(f"the graph calls the module {type(module).__name__} as a whole")
-        made = _class_of(module, f"{name}_{child}", imports, classes)
-        children.append(f"        self.{child} = {made}()")
+# ---- what is compiled ----
+
+
+def _source_of(graph: fx.GraphModule) -> str:
+    """Write a module class for the graph, and an instance."""
     code = graph.graph.python_code("self")
-    for key, value in code.globals.items():
-        imports.setdefault(key, import_of(key, value))
-    body = "\n".join(
-        f"    {line}" if line else line
-        for line in code.src.strip("\n").splitlines()
-        if not line.lstrip().startswith("#")
-    )
-    if children:
-        children = ["    def __init__(self):", "        super().__init__()", *children, ""]
-    classes.append("\n".join([f"class {name}(torch.nn.Module):", *children, body, ""]))
-    return name
+    imports = [_import_of(name, value) for name, value in code.globals.items()]
+    body = [f"    {line}" if line else line for line in code.src.strip("\n").splitlines()]
+    lines = [line for line in body if not line.lstrip().startswith("#")]
+    return "\n".join([*imports, "", "class Graph(torch.nn.Module):", *lines, "", "graph = Graph()"])
 
 
-def import_of(name: str, value: Any) -> str:
+def _import_of(name: str, value: Any) -> str:
     """Return the line that imports a value under a name."""
     if name in {"torch", "device", "inf", "nan", "NoneType"}:
         return ""
@@ -211,8 +245,43 @@ def import_of(name: str, value: Any) -> str:
     raise NoScriptError(f"the graph has {value!r}, which a script can't import")
 
 
-def input_lines(inputs: Sequence[Any], *, written_out: bool) -> str:
+def _write(function: Any, sources: dict[str, str]) -> None:
+    """Write a function of a module, without decorators, behind the globals that it needs."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not isinstance(function, types.FunctionType) or not name.isidentifier():
+        raise NoScriptError(f"{name} is not a function of a module")
+    sources[name] = ""
+    for needed in names_in(function.__code__):
+        value = function.__globals__.get(needed, torch)
+        if needed in sources or value is torch:
+            continue
+        if isinstance(value, types.ModuleType):
+            sources[needed] = _import_of(needed, value)
+        elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
+            _write(value, sources)
+        elif _is_literal(value):
+            sources[needed] = f"{needed} = {value!r}"
+        else:
+            raise NoScriptError(f"it uses {needed}, which is a {type(value).__name__}")
+    del sources[name]
+    node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    node.decorator_list = []
+    sources[name] = ast.unparse(node)
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+# ---- its inputs ----
+
+
+def _input_lines(inputs: Sequence[Any]) -> str:
     """Return the lines that make inputs of these shapes, strides and sharing, and a return."""
+    written_out = bytes_of(inputs) <= _MOST_WRITTEN_OUT  # whole storages
     lines: list[str] = []
     storages: dict[tuple[int, torch.dtype], str] = {}
     for position, value in enumerate(inputs):
@@ -247,8 +316,6 @@ def _storage(tensor: torch.Tensor, *, written_out: bool) -> str:
     elif tensor.is_floating_point() or tensor.is_complex():
         drawn = torch.complex64 if tensor.is_complex() else torch.float32
         made = f"torch.randn({size}, dtype={drawn}).to({where})"
-    elif tensor.dtype == torch.bool:
-        made = f"torch.randint(0, 2, ({size},)).to({where})"
     else:
         low, high = (int(whole.min()), int(whole.max())) if size else (0, 0)
         made = f"torch.randint({low}, {high + 1}, ({size},)).to({where})"

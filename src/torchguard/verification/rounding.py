@@ -1,7 +1,7 @@
-"""Whether rounding alone makes a compiled graph differ from eager: at a discontinuity.
+"""Whether rounding alone makes a compiled graph differ from eager.
 
-There eager, with ULP-scale noise on its inputs, comes as far away from itself, and the same graph,
-compiled in double precision, is right.
+In double precision it is as near as eager; or, at a discontinuity, eager comes as far away from
+itself if there is ULP-scale noise on its inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import compiling_outside_dynamo, enters_autocast
+from torchguard._torch import enters_autocast
 from torchguard.equivalence.compare import (
     COMPILING,
     Difference,
@@ -24,12 +24,10 @@ from torchguard.equivalence.compare import (
     judge,
     value_of,
 )
-from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
-from torchguard.equivalence.isolate import rng_state_restored
+from torchguard.equivalence.copies import run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.outcome import Outcome
-from torchguard.equivalence.perturb import can_be_perturbed, perturb_
-from torchguard.verification.backend import Compiler
-from torchguard.verification.graph import copy_graph, graphs_in, unlogged
+from torchguard.equivalence.perturb import perturb_
+from torchguard.verification.graph import copy_graph, graphs_in
 
 _RUNS = 16
 """How many runs eager makes at most, each with its inputs perturbed otherwise."""
@@ -46,24 +44,15 @@ def not_by_rounding(
     found: Sequence[Difference],
 ) -> list[Difference]:
     """Return the differences that eager does not show itself when its inputs are perturbed."""
-    tensors = tensors_of(inputs)
-    # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
-    some_require_grad = any(tensor.requires_grad for tensor in tensors)
-    chosen = [tensor for tensor in tensors if tensor.requires_grad or not some_require_grad]
+    if _turns_autocast_off(graph, inputs):  # a narrower dtype is a mistake, and not within noise
+        return list(found)
     places = [(each, _apart(each, eager, compiled)) for each in found]
     compared = [(each, left) for each, left in places if left is not None]
-    if not compared or not any(map(can_be_perturbed, chosen)):
-        return list(found)
-
-    def change(seed: int, values: torch.Tensor, requires_grad: bool) -> None:
-        if requires_grad or not some_require_grad:
-            perturb_(values, seed)
-
     try:
-        if not judge(eager, run_on_copies(graph, inputs), COMPILING).equal:
+        if not compared or not judge(eager, run_on_copies(graph, inputs), COMPILING).equal:
             return list(found)
         for seed in range(_RUNS):
-            other = run_on_copies(graph, inputs, change=functools.partial(change, seed))
+            other = run_on_copies(graph, inputs, change=functools.partial(_perturb, seed))
             for each, left in compared:
                 left.logical_and_(~_reached(each, eager, compiled, other))
             if not any(left.any() for _, left in compared):
@@ -73,25 +62,15 @@ def not_by_rounding(
     return [each for each, left in places if left is None or left.any()]
 
 
-def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
-    """Whether the same graph, in double precision, compiled, does what eager does.
-
-    There a discontinuity is a billion times less likely to be within the rounding error. Autocast
-    leaves double precision alone, so a graph that turns it on and off is another one there.
-    """
-    wide = _in_double(graph, inputs)
-    if wide is None or _turns_autocast_off(graph, inputs):
-        return False
-    try:
-        with unlogged():
-            eager = run_on_copies(wide, inputs, cast=_wider)
-            if eager.error is not None or eager.backward_error is not None:
-                return False
-            with compiling_outside_dynamo(), rng_state_restored():
-                compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
-            return judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING).equal
-    except Exception:  # noqa: BLE001 - then nothing has shown that it is right
-        return False
+def _perturb(seed: int, copies: Sequence[Any]) -> None:
+    """Perturb copies of inputs: those that require a gradient, as weights do, or else all."""
+    # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
+    tensors = tensors_of(copies)
+    chosen = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+    storages = {each.untyped_storage().data_ptr(): each for each in reversed(chosen)}
+    for each in storages.values():
+        whole = torch.empty(0, dtype=each.dtype, device=each.device)
+        perturb_(whole.set_(each.untyped_storage()), seed)
 
 
 def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
@@ -115,13 +94,9 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
 
     A cast to a narrower type that the program makes still rounds.
     """
-    wide = _in_double(graph, inputs, keep_casts=True)
-    if wide is None:
-        return None
+    wide = _in_double(graph, inputs)
     try:
-        # Autocast warns of double precision, which the program does not ask for.
-        with unlogged():
-            return run_on_copies(wide, inputs, cast=_wider)
+        return None if wide is None else run_on_copies(wide, inputs, cast=_wider)
     except torch.OutOfMemoryError:
         return None
 
@@ -168,9 +143,7 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def _in_double(
-    graph: fx.GraphModule, inputs: Sequence[Any], *, keep_casts: bool = False
-) -> fx.GraphModule | None:
+def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
     """Copy the graph with every dtype it names made double; None if that can't be done.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea.
@@ -180,7 +153,7 @@ def _in_double(
     copied = copy_graph(graph)
     for part in graphs_in(copied):
         for node in part.graph.nodes:
-            narrow = _narrowed_to(node) if keep_casts else None
+            narrow = _narrowed_to(node)
             if narrow is not None:
                 node.op, node.target = "call_function", _rounded
                 node.args, node.kwargs = (node.args[0], narrow), {}

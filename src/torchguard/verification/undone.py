@@ -43,6 +43,7 @@ _MISSING: Any = type("nothing", (), {"__repr__": lambda _: "nothing"})()
 class Run:
     """What a run has left, by path; afterwards everything is as before again."""
 
+    reached: Reached
     error: Exception | None = None
     backward_error: Exception | None = None
     results: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +51,6 @@ class Run:
     """What it has changed of what it reaches."""
 
     gradients: dict[Any, Gradient] = field(default_factory=dict)
-    reached: Reached | None = None
 
     @property
     def outputs(self) -> list[Any]:
@@ -72,8 +72,8 @@ class Reached:
         except (TypeError, ValueError):
             given = {"args": args, "kwargs": kwargs}
         self._roots = {"self" if called is not function else "": function, **given}
-        nodes = list(walk(self._roots))
-        self._before = dict(_leaves(nodes))
+        nodes = list(_walk(self._roots))
+        self.before = dict(_leaves(nodes))
         self._nodes = [node for _, node in nodes]
         tensors = {id(n): (path, n) for path, n in reversed(nodes) if isinstance(n, torch.Tensor)}
         self.names = [path for path, _ in tensors.values()]
@@ -82,16 +82,19 @@ class Reached:
 
     def run(self, function: Callable[..., Any], args: Iterable[Any], kwargs: Any) -> Run:
         """Run the call, and restore all that it has changed."""
-        modules = [each for each in self._nodes if isinstance(each, torch.nn.Module)]
-        found = Run(reached=self)
+        found = Run(self)
         with contextlib.ExitStack() as scope:
             scope.callback(ThreadModes.capture().restore)
             # Not isolated(): that changes the cache of autocast, on which Dynamo guards.
             scope.callback(torch.clear_autocast_cache)
+            modules = [each for each in self._nodes if isinstance(each, torch.nn.Module)]
             scope.enter_context(module_state_restored(modules))
             scope.enter_context(rng_state_restored())
             scope.callback(self._snapshot())
-            edges = self._edges()
+            # A tensor with a history may get another one by the call.
+            edge = torch.autograd.graph.get_gradient_edge
+            pairs = [(place, t) for place, t in enumerate(self.tensors) if t.requires_grad]
+            sources = {place: t if t.is_leaf else edge(t) for place, t in pairs}
             try:
                 returned = function(*args, **kwargs)
             except torch.OutOfMemoryError:
@@ -99,20 +102,25 @@ class Reached:
             except Exception as error:  # noqa: BLE001 - whatever it raises is its outcome
                 found.error = error.with_traceback(None)
                 return found
-            results = dict(_leaves(walk({"result": returned})))
-            self._send_backward(found, results, edges)
+            results = dict(_leaves(_walk({"result": returned})))
+            tensors = [t for t in (*results.values(), *self.tensors) if isinstance(t, torch.Tensor)]
+            ends = {id(each): Output(each) for each in tensors if each.grad_fn is not None}
+            try:
+                names = dict(enumerate(self.names))
+                outputs = list(ends.values())
+                found.gradients = send_backward(outputs, sources, names, retain_graph=True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - likewise
+                found.backward_error = error.with_traceback(None)
             found.results = {path: _copied(leaf) for path, leaf in results.items()}
-            now = dict(_leaves(walk(self._roots)))
+            now = dict(_leaves(_walk(self._roots)))
             found.state = {
                 path: _copied(now.get(path, _MISSING))
-                for path in {**self._before, **now}
-                if self._is_changed(self._before.get(path, _MISSING), now.get(path, _MISSING))
+                for path in {**self.before, **now}
+                if self._is_changed(self.before.get(path, _MISSING), now.get(path, _MISSING))
             }
         return found
-
-    def before(self, path: str) -> Any:
-        """Return what was there before the runs."""
-        return self._before.get(path, _MISSING)
 
     def _snapshot(self) -> Callable[[], None]:
         saved = [capture(each, data=True, autograd=True) for each in self.tensors]
@@ -145,26 +153,6 @@ class Reached:
         version = version_of(now)
         return before is not now or version is None or version != self._versions.get(id(now))
 
-    def _edges(self) -> dict[int, Any]:
-        """Return where gradients arrive; a tensor with a history may get another by the call."""
-        edge = torch.autograd.graph.get_gradient_edge
-        pairs = [(place, each) for place, each in enumerate(self.tensors) if each.requires_grad]
-        return {place: each if each.is_leaf else edge(each) for place, each in pairs}
-
-    def _send_backward(self, found: Run, results: Mapping[str, Any], edges: Any) -> None:
-        ends = [each for each in (*results.values(), *self.tensors) if _has_history(each)]
-        try:
-            found.gradients = send_backward(
-                list(map(Output, {id(each): each for each in ends}.values())),
-                edges,
-                dict(enumerate(self.names)),
-                retain_graph=True,
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - likewise
-            found.backward_error = error.with_traceback(None)
-
 
 def differences_of(reference: Run, candidate: Run) -> list[Difference]:
     """Compare two runs, of which one at most has raised."""
@@ -172,27 +160,22 @@ def differences_of(reference: Run, candidate: Run) -> list[Difference]:
     state = list({**reference.state, **candidate.state})
 
     def outcome(run: Run) -> Outcome:
-        assert run.reached is not None
+        before = run.reached.before
+        after = [run.state.get(path, before.get(path, _MISSING)) for path in state]
         return Outcome(
             outputs=[_comparable(run.results.get(path, _MISSING)) for path in results],
-            inputs=[_comparable(run.state.get(path, run.reached.before(path))) for path in state],
+            inputs=list(map(_comparable, after)),
             gradients=run.gradients,
             error=run.error,
             backward_error=run.backward_error,
         )
 
-    assert reference.reached is not None
+    found = judge(outcome(reference), outcome(candidate), _POLICY).differences
     names = {"outputs": results, "inputs": state, "gradients": reference.reached.names}
     return [
-        replace(each, key=names[each.part][each.key])
-        if each.part in names and isinstance(each.key, int)
-        else each
-        for each in judge(outcome(reference), outcome(candidate), _POLICY).differences
+        replace(each, key=names[each.part][each.key]) if isinstance(each.key, int) else each
+        for each in found
     ]
-
-
-def _has_history(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _copied(leaf: Any) -> Any:
@@ -210,17 +193,16 @@ def _comparable(leaf: Any) -> Any:
 # ---- what can be reached ----
 
 
-def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield by path everything that can be reached; what is reached twice is opened once."""
     seen: dict[int, Any] = {}
     waiting = deque(roots.items())
     while waiting:
         path, node = waiting.popleft()
         yield path, node
-        if type(node) in ATOMS or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        waiting.extend(((path + step).lstrip("."), part) for step, part in _inside(node))
+        if type(node) not in ATOMS and id(node) not in seen:
+            seen[id(node)] = node
+            waiting.extend(((path + step).lstrip("."), part) for step, part in _inside(node))
 
 
 def _inside(node: Any) -> list[tuple[str, Any]]:
@@ -233,8 +215,8 @@ def _inside(node: Any) -> list[tuple[str, Any]]:
         return []
     parts: dict[str, Any] = {}
     if isinstance(node, type):
-        mro = node.__mro__ if not _is_of_library(node) else ()
-        owned = [item for kind in mro if not _is_of_library(kind) for item in vars(kind).items()]
+        owners = [each for each in node.__mro__ if not _is_of_library(each)]
+        owned = [item for each in owners for item in vars(each).items()]
         parts = {k: v for k, v in owned if isinstance(v, _CONTAINERS) and k[:2] != "__"}
     elif isinstance(node, FunctionType):
         parts = _held_by(node)

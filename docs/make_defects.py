@@ -54,10 +54,9 @@ _SEEN = {
     "out-garbage": "the error of the call, such as `index out of range in self`, and then a "
     "tensor of another shape",
     "resize-locked": "`Trying to resize storage that is not resizable`, and then numbers of "
-    "foreign memory",
+    "foreign memory, or `Segmentation fault`",
     "resize-shared": "`Segmentation fault`",
     "storage-shrunk": f"`Segmentation fault`, or at a slice `{_CUT}`",
-    "stride-overflow": "`Segmentation fault`",
     "int-div-zero": "`Floating point exception (core dumped)`",
     "checks-lost": "no error, or `device-side assert triggered`",
     "recompile-limit": "`torch._dynamo hit config.recompile_limit (8)`",

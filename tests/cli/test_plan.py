@@ -6,7 +6,6 @@ import argparse
 import ast
 import io
 import itertools
-import json
 import re
 import sys
 import sysconfig
@@ -55,17 +54,13 @@ def lengths(docstrings: list[int], tmp_path: Path) -> str:
     return str(path)
 
 
-def test_text(
-    docstrings: list[int], lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text(docstrings: list[int], lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It plans for the lengths of a real text."""
-    ladder = tmp_path / "out.json"
     options = ("--buckets", "6", "--batch", "4", "--multiple-of", "8", "--cost", "quadratic")
-    assert run(lengths, *options, "--json", str(ladder)) == 0
+    assert run(lengths, *options) == 0
     shown = capsys.readouterr().out
     seen = batch_maxima(docstrings, 4, "test")
     buckets = Buckets.fit(seen, 6, cost="quadratic", multiple_of=8)
-    assert json.loads(ladder.read_text()) == list(buckets)
     for text in (
         f"{len(docstrings):,} lengths",
         "6 buckets: " + " ".join(map(str, buckets)),
@@ -182,15 +177,6 @@ def test_bad_usage(
     assert message in shown
     assert "Buckets.fit" not in shown or "--tokens" in arguments
     assert "_count" not in shown
-
-
-def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """--json - prints the buckets alone."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"10 20")))
-    run("--json", "-")
-    shown = capsys.readouterr()
-    assert json.loads(shown.out) == [10, 20]
-    assert "2 buckets: 10 20" in shown.err
 
 
 class Model(torch.nn.Module):

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchguard._files import write_text
 from torchguard.bucketing.buckets import Buckets, total_cost
 from torchguard.bucketing.fit import best_ladders, costs_of
 from torchguard.bucketing.histogram import Observed, batch_maxima, observe
-from torchguard.bucketing.steps import Steps, count_steps, full_batches
+from torchguard.bucketing.steps import count_steps, full_batches
 from torchguard.cli import interrupted, positive_int, write
-from torchguard.errors import SaveError
 
 _COUNTS, _ROWS = 32, 8  # of the table
 
@@ -43,30 +41,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--batch", default=1, help=batches, **number)
     tokens = "plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold"
     add("--tokens", help=tokens, **number)
-    add("--json", type=Path, metavar="FILE", help="write the sizes as a list; - to print")
     parser.set_defaults(command=_main, parser=parser)
 
 
 def _main(options: argparse.Namespace) -> int:
     try:
-        _print_buckets(options)
-    except (OSError, ValueError, TypeError, ImportError, SaveError) as error:
+        write("\n".join([*_plan(options), ""]))
+    except (OSError, ValueError, TypeError) as error:
         options.parser.error(str(error))  # exits with 2
     except KeyboardInterrupt:
         return interrupted("plan")
     return 0
 
 
-def _print_buckets(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> list[str]:
+    """Return the buckets, what they waste, and the lines of Python that take them."""
     if options.batch > 1 and options.tokens is not None:
         raise ValueError(
             "--batch is for batches drawn at random, --tokens for those of BucketBatchSampler: "
             "give one of them"
         )
     name = "standard input" if options.file == "-" else options.file
-    single = observed = observe(_read(options.file, name), name)
+    observed = observe(_read(options.file, name), name)
+    lines = [f"{observed.total:,.0f} lengths from {name}: {_range(observed)}"]
     if options.batch > 1:
-        observed = observe(batch_maxima(_histogram(single), options.batch, name), name)
+        observed = observe(batch_maxima(_histogram(observed), options.batch, name), name)
+        batches = f"random batches of {options.batch}"
+        lines.append(f"planned for the longest of {batches}: {_range(observed)}")
     if options.maximum is not None and options.maximum < observed.sizes[-1]:
         raise ValueError(
             f"--maximum is {options.maximum}, but {name} has a length of {observed.sizes[-1]}: "
@@ -77,15 +78,8 @@ def _print_buckets(options: argparse.Namespace) -> None:
     buckets = Buckets.fit(sizes, options.buckets, maximum=options.maximum, **aligned)
     # The table ends at the same largest size, so that its waste can be compared.
     curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
-    prints_buckets = options.json == Path("-")
-    lines = [f"{single.total:,.0f} lengths from {name}: {_range(single)}"]
     lines += _report(options, observed, buckets, [each.cost for each in curve])
-    lines += [*_usage(options, buckets), ""]
-    (sys.stderr.write if prints_buckets else write)("\n".join(lines))
-    if prints_buckets:
-        write(f"{list(buckets)}\n")
-    elif options.json is not None:
-        write_text(options.json, f"{list(buckets)}\n")
+    return lines + _usage(options, buckets)
 
 
 def _read(file: str, name: str) -> NDArray[Any] | list[int]:
@@ -114,14 +108,16 @@ def _report(
     seen, top = _histogram(observed), buckets.sizes[-1]
     useful = total_cost(observed, options.cost, "plan")
     waste = buckets.waste(seen, options.cost)
-    lines = []
-    if options.batch > 1:
-        batches = f"random batches of {options.batch}"
-        lines.append(f"planned for the longest of {batches}: {_range(observed)}")
-    lines += ["", f"{len(buckets)} buckets: {' '.join(map(str, buckets))}"]
+    lines = ["", f"{len(buckets)} buckets: {' '.join(map(str, buckets))}"]
     lines.append(f"waste: {_percent(waste)} ({options.cost} cost)")
     if options.tokens is not None:
-        epoch = _epoch_of(buckets.sizes, observed, options.tokens, options.cost, "plan")
+        # The steps of an epoch over the items observed, on one rank.
+        places = np.searchsorted(buckets.sizes, observed.sizes)
+        items = np.bincount(places, observed.weights, len(buckets)).round().astype(int).tolist()
+        given = {"tokens": options.tokens, "batch_size": None, "cost": options.cost}
+        rows = full_batches(buckets.sizes, items, **given, operation="plan")
+        prices = costs_of(buckets.sizes, options.cost, "plan").tolist()
+        epoch = count_steps(items, rows, prices)
         used = zip(epoch.rows, buckets, epoch.counts, strict=True)
         shapes = ", ".join(f"{rows} x {size}" for rows, size, count in used if count)
         wasted = _percent(epoch.cost / useful - 1)
@@ -138,22 +134,9 @@ def _report(
         "multiples of 64": Buckets([*range(64, top, 64), top]),
     }
     for rule, ladder in rules.items():
-        in_use = len({ladder.bucket_for(size) for size in seen})
         waste = ladder.waste(seen, options.cost)
-        lines.append(f"  {rule:<15} {_percent(waste):>7}  ({in_use} buckets in use)")
+        lines.append(f"  {rule:<15} {_percent(waste):>7}  ({len(ladder)} buckets)")
     return lines
-
-
-def _epoch_of(
-    sizes: tuple[int, ...], observed: Observed, tokens: int, cost: Any, operation: str
-) -> Steps:
-    """Return the steps of an epoch over the items observed, on one rank."""
-    places = np.searchsorted(sizes, observed.sizes)
-    items = np.bincount(places, observed.weights, len(sizes)).round().astype(int).tolist()
-    rows = full_batches(
-        sizes, items, tokens=tokens, batch_size=None, cost=cost, operation=operation
-    )
-    return count_steps(items, rows, costs_of(sizes, cost, operation).tolist())
 
 
 def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:

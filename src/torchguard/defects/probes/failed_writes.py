@@ -12,9 +12,6 @@ from torch import Tensor
 import torchguard
 from torchguard.defects.probes import issues, memory_defect, share
 
-_MORE_THAN_ANY_MACHINE_HAS = 2**50  # elements: 4 PiB of float32, yet no overflow
-_HALF_OF_TOO_MANY = 2**40  # squared, it does not fit 64 bits
-
 _Call = Callable[[Tensor], object]
 _Scope = Callable[[Tensor], AbstractContextManager[object]]
 """What a call that writes to a tensor is made in."""
@@ -32,20 +29,14 @@ def _locked() -> Tensor:
     return torch.from_numpy(np.arange(4, dtype=np.float32))
 
 
-def _locked_and_empty() -> Tensor:
-    return torch.from_numpy(np.empty(0, dtype=np.float32))
-
-
 # Name, the tensor before, the call that can't succeed.
 _CASES: tuple[tuple[str, Callable[[], Tensor], _Call], ...] = (
     ("resize_", _locked, lambda t: t.resize_(5, 5)),
     ("resize_as_", _locked, lambda t: t.resize_as_(torch.ones(5, 5))),
     ("set_", _growable, lambda t: t.set_(_locked().untyped_storage(), 0, (5, 5), (5, 1))),
-    ("out=", _locked_and_empty, lambda t: torch.neg(torch.ones(5, 5), out=t)),
-    ("too large", _growable, lambda t: t.resize_(_MORE_THAN_ANY_MACHINE_HAS)),
-    ("overflow", _growable, lambda t: t.resize_(_HALF_OF_TOO_MANY, _HALF_OF_TOO_MANY)),
-    ("negative", _growable, lambda t: t.resize_(-1)),
-    ("format", _growable, lambda t: t.resize_(2, 2, memory_format=torch.channels_last)),
+    ("out=", _locked, lambda t: torch.neg(torch.ones(5, 5), out=t)),
+    ("too large", _growable, lambda t: t.resize_(2**50)),  # 4 PiB: no machine has them
+    ("overflow", _growable, lambda t: t.resize_(2**40, 2**40)),
 )
 
 
@@ -98,21 +89,6 @@ def resize_shared() -> str | None:
 
 
 @memory_defect(
-    "a failed resize_ leaves strides that are read as addresses: the process dies",
-    upstream=issues(170298),
-    guards=("resize",),
-)
-def stride_overflow() -> str | None:
-    """Let a resize fail and read the stride: what is below ``-2**62`` is taken for an address."""
-    t = torch.arange(4.0)
-    try:
-        t.resize_(0, 5, 10, 10, 2**58)
-    except RuntimeError:
-        return None if t.stride() == (1,) else f"resize_ failed, yet the stride is {t.stride()}"
-    return None
-
-
-@memory_defect(
     "after storage.resize_(0) any access to the tensor reads memory that is gone",
     upstream=issues(171676),
     guards=("check_consistent",),
@@ -137,33 +113,15 @@ def storage_shrunk(check: Callable[[Tensor], object] = lambda _: None) -> str | 
 _ROWS = torch.arange(9.0).reshape(3, 3)
 _BAD_ROW = torch.tensor([0, 1, 9])
 _BAD_ROWS = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 9]])
-_SINGULAR = torch.zeros(3, 3)
-_ONES = torch.ones(3, 3)
 
-
-def _wrong_dtype() -> Tensor:
-    return torch.empty(0, dtype=torch.int32)
-
-
-def _floor_divide_by_zero(out: Tensor) -> None:
-    divisor = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
-    torch.floor_divide(torch.full((3, 3), 6), divisor, out=out)
-
-
-# Name, dtype of out, the call that can't succeed; each result would be (3, 3).
-_OUT_CASES: tuple[tuple[str, torch.dtype, _Call], ...] = (
-    ("index_select", torch.float32, lambda out: torch.index_select(_ROWS, 0, _BAD_ROW, out=out)),
-    ("gather", torch.float32, lambda out: torch.gather(_ROWS, 0, _BAD_ROWS, out=out)),
-    ("take", torch.float32, lambda out: torch.take(_ROWS, _BAD_ROWS, out=out)),
-    ("scatter", torch.float32, lambda out: torch.scatter(_ROWS, 0, _BAD_ROWS, _ONES, out=out)),
-    ("index_add", torch.float32, lambda out: torch.index_add(_ROWS, 0, _BAD_ROW, _ONES, out=out)),
-    ("linalg.inv", torch.float32, lambda out: torch.linalg.inv(_SINGULAR, out=out)),
-    ("linalg.cholesky", torch.float32, lambda out: torch.linalg.cholesky(_SINGULAR, out=out)),
-    ("linalg.solve", torch.float32, lambda out: torch.linalg.solve(_SINGULAR, _ROWS, out=out)),
-    ("sort", torch.float32, lambda out: torch.sort(_ROWS, out=(out, _wrong_dtype()))),
-    ("max", torch.float32, lambda out: torch.max(_ROWS[None], 0, out=(out, _wrong_dtype()))),
-    ("multinomial", torch.int64, lambda out: torch.multinomial(-_ONES, 3, out=out)),
-    ("floor_divide", torch.int64, _floor_divide_by_zero),
+# Name, the call that can't succeed; each result would be (3, 3).
+_OUT_CASES: tuple[tuple[str, _Call], ...] = (
+    ("index_select", lambda out: torch.index_select(_ROWS, 0, _BAD_ROW, out=out)),
+    ("gather", lambda out: torch.gather(_ROWS, 0, _BAD_ROWS, out=out)),
+    ("take", lambda out: torch.take(_ROWS, _BAD_ROWS, out=out)),
+    ("scatter", lambda out: torch.scatter(_ROWS, 0, _BAD_ROWS, _ROWS, out=out)),
+    ("index_add", lambda out: torch.index_add(_ROWS, 0, _BAD_ROW, _ROWS, out=out)),
+    ("linalg.inv", lambda out: torch.linalg.inv(torch.zeros(3, 3), out=out)),
 )
 
 
@@ -190,9 +148,9 @@ def _damage_of(out: Tensor, call: _Call, scope: _Scope) -> str | None:
 def out_garbage(scope: _Scope = nullcontext) -> str | None:
     """Let each call fail once into an empty ``out`` and once into one that holds data."""
     damaged: dict[str, str] = {}
-    for name, dtype, call in _OUT_CASES:
+    for name, call in _OUT_CASES:
         # 77 is no result of any of these calls.
-        for out in (torch.empty(0, dtype=dtype), torch.full((3, 3), 77, dtype=dtype)):
+        for out in (torch.empty(0), torch.full((3, 3), 77.0)):
             damage = _damage_of(out, call, scope)
             if damage is not None:
                 damaged.setdefault(name, damage)
@@ -207,22 +165,12 @@ _NEW = torch.tensor([50.0, 60.0])
 _EVERYWHERE = torch.ones(4, dtype=torch.bool)  # 4 places for the 2 new values
 
 
-def _set_item(t: Tensor) -> None:
-    t[_BAD] = _NEW
-
-
 # Name, the call that can't succeed.
 _WRITES: tuple[tuple[str, _Call], ...] = (
     ("index_copy_", lambda t: t.index_copy_(0, _BAD, _NEW)),
     ("index_add_", lambda t: t.index_add_(0, _BAD, _NEW)),
-    ("index_fill_", lambda t: t.index_fill_(0, _BAD, 50.0)),
     ("index_put_", lambda t: t.index_put_((_BAD,), _NEW)),
-    ("index_put_(accumulate)", lambda t: t.index_put_((_BAD,), _NEW, accumulate=True)),
-    ("setitem", _set_item),
     ("scatter_", lambda t: t.scatter_(0, _BAD, _NEW)),
-    ("scatter_add_", lambda t: t.scatter_add_(0, _BAD, _NEW)),
-    ("scatter_reduce_", lambda t: t.scatter_reduce_(0, _BAD, _NEW, "sum")),
-    ("index_reduce_", lambda t: t.index_reduce_(0, _BAD, _NEW, "prod")),
     ("put_", lambda t: t.put_(_BAD, _NEW)),
     ("masked_scatter_", lambda t: t.masked_scatter_(_EVERYWHERE, _NEW)),
 )

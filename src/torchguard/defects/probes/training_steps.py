@@ -256,24 +256,6 @@ def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
     return (0.0 if gradient is None else gradient.item()), (0 if count is None else int(count))
 
 
-def _scaler_refuses_the_retry(protect: _Protect) -> bool:
-    weight = Parameter(torch.ones(1))
-    optimizer = _held_by_an_optimizer(weight)
-    scaler = torch.amp.GradScaler("cpu")
-    step = protect([], [SGD([weight])], scaler)
-    refused = False
-    for _ in range(2):
-        weight.grad = None
-        try:
-            with step:
-                scaler.scale(weight.sum()).backward()
-                scaler.unscale_(optimizer)
-                _run_out_of_memory(weight)  # in step(), so update() is not reached
-        except RuntimeError as error:
-            refused = "unscale_" in str(error)
-    return refused
-
-
 @_transaction_defect(
     "a step retried after out of memory has doubled gradients and counts its batch twice",
     advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
@@ -287,8 +269,6 @@ def oom_retry(protect: _Protect = _plain) -> str | None:
         seen.append(f"gradient {gradient:g}, right is {_BATCH}")
     if batches != 1:
         seen.append(f"BatchNorm counted {batches} of 1 batch")
-    if _scaler_refuses_the_retry(protect):
-        seen.append("GradScaler stuck")
     return f"after a retry: {', '.join(seen)}" if seen else None
 
 
@@ -301,17 +281,9 @@ def oom_retry(protect: _Protect = _plain) -> str | None:
 def load_partial() -> str | None:
     """Load a checkpoint whose last tensor has the wrong shape: torch raises after it has copied."""
     state = {"0.weight": torch.full((2, 2), 77.0), "1.weight": torch.full((9, 9), 77.0)}
-    seen: list[str] = []
-    for assign in (False, True):
-        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        before = model.get_parameter("0.weight")  # an optimizer would know this object
-        values = before.detach().clone()
-        try:
-            model.load_state_dict(state, strict=True, assign=assign)
-        except RuntimeError:
-            after = model.get_parameter("0.weight")
-            if after is not before:
-                seen.append("with assign=True replaced 1 Parameter")
-            elif not torch.equal(after, values):
-                seen.append("overwrote 1 weight")
-    return f"load_state_dict raised, yet {', '.join(seen)}" if seen else None
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    before = model.get_parameter("0.weight").detach().clone()
+    with contextlib.suppress(RuntimeError):
+        model.load_state_dict(state, strict=True)
+    spoiled = not torch.equal(model.get_parameter("0.weight"), before)
+    return "load_state_dict raised, yet overwrote 1 weight" if spoiled else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -74,8 +73,7 @@ def test_one_of_what_also_names_needs_no_list(kind: str, several: bool) -> None:
     assert all(map(torch.equal, tensors, expected))
 
 
-@pytest.mark.parametrize("state", [vars, lambda each: MappingProxyType(vars(each))])
-def test_what_also_names_may_return_its_live_containers(state: Any) -> None:
+def test_what_also_names_may_return_its_live_containers() -> None:
     """Also where nothing in them is a tensor."""
 
     class Counts:
@@ -83,7 +81,7 @@ def test_what_also_names_may_return_its_live_containers(state: Any) -> None:
             self.bad, self.seen, self.by_name, self.kept = 0, [1], {"a": [1]}, (torch.ones(1), [1])
 
         def state_dict(self) -> Any:
-            return state(self)
+            return vars(self)
 
         def load_state_dict(self, loaded: Any) -> None:
             vars(self).update(loaded)

@@ -55,19 +55,14 @@ def rollback_on_error(
 ) -> contextlib.AbstractContextManager[None]:
     """Restore the metadata of tensors if the block raises.
 
-    Equals the block without it on success. If the block raises, the shape, stride, storage
-    offset, storage, ``requires_grad`` and ``.grad`` of each tensor are restored, and the
-    exception continues. With ``data=True`` its elements and its version counter are restored
-    too: they are copied on entry, which costs the tensors' memory once more for as long as
-    the block runs.
+    Equals the block without it on success. If the block raises, the shape, stride, storage offset,
+    storage, ``requires_grad`` and ``.grad`` of each tensor are restored, and the exception
+    continues. With ``data=True`` its elements and its version counter are restored too.
 
-    Takes what :func:`check_consistent` takes: of a module these are the parameters, buffers and
-    gradients, of an optimizer the parameters and what its state holds. For a training step use
-    :func:`transaction`, which restores more than tensors and copies less.
-
-    Without ``data=True`` the version counter keeps counting the writes that
-    succeeded inside the block. A graph recorded inside a block that failed must
-    not be used afterwards.
+    Of a module these are the parameters, buffers and gradients, of an optimizer the parameters and
+    what its state holds. Without ``data=True`` the version counter keeps counting the writes inside
+    the block. A graph recorded inside a block that failed must not be used afterwards. For a
+    training step use :func:`transaction`, which restores more than tensors and copies less.
 
     Args:
         *objects: tensors of any kind and shape, modules, optimizers, and dicts, lists, tuples or

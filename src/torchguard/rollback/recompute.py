@@ -46,7 +46,6 @@ from torchguard._torch.checkpointing import (
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
 from torchguard.state.containers import (
     generators_in,
-    may_hold_objects,
     restore_container,
     same_objects,
 )
@@ -77,9 +76,7 @@ class Block:
         self._owners = [(each, type(each)) for each in open_modules]
         # Each dict of a module, its entries now, and those that may be or hold state.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
-        opened: list[Any] = []
-        members = set(map(id, chain.from_iterable(map(members_of, open_modules))))
-        self._before = [(d, d.copy(), _rare_values(d, opened, members)) for d in dicts]
+        self._before = [(d, d.copy(), _rare_values(d)) for d in dicts]
         rare = [value for *_, values in self._before for value in values]
         copied = {
             id(tensor): tensor
@@ -95,12 +92,14 @@ class Block:
             for value in rare
             if isinstance(value, tuple) and any(id(t) in copied for t in _tensors_of(value))
         ]
-        self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
             _, *others = named_generators().values()
-            generators = [*others, *generators_in((*self._objects, *opened))]
+            members = set(map(id, chain.from_iterable(map(members_of, open_modules))))
+            attributes = chain.from_iterable(vars(each).values() for each in open_modules)
+            held = (value for value in attributes if id(value) not in members)
+            generators = [*others, *generators_in((*self._reached, *held))]
         self._random = RNGState.capture(generators)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,22 +232,13 @@ _FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
 
 
-def _rare_values(entries: _Entries, opened: list[Any], members: set[int]) -> list[Any]:
-    """Return the values that are no number, string, container or parameter, or hold a tensor.
-
-    Containers that may hold a generator are added to ``opened``, except those of ``members``.
-    """
-    rare = []
-    for value in entries.values():
-        kind = type(value)
-        if kind in _CONTAINERS:
-            if value and id(value) not in members and may_hold_objects(value):
-                opened.append(value)
-                if kind is tuple and _tensors_of(value):
-                    rare.append(value)
-        elif kind not in _USUAL:
-            rare.append(value)
-    return rare
+def _rare_values(entries: _Entries) -> list[Any]:
+    """Return the values that are no number, string, container or parameter, or hold a tensor."""
+    return [
+        value
+        for value in entries.values()
+        if type(value) not in _USUAL or (type(value) is tuple and _tensors_of(value))
+    ]
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
@@ -454,12 +444,10 @@ def safe_checkpoint(
     batch counts twice in BatchNorm, and a block that reads what it writes, or that draws from
     Python, numpy or a generator of its own, has wrong gradients.
 
-    The second run begins with the hooks and children of the modules, with copies of the buffers,
-    with the attributes that are numbers, strings, functions, tensors, tuples of these or None, and
-    with the states of the generators; afterwards all of it is restored. Hooks that are on during
-    the forward only (adapters, steering) are on in the second run. Generators are found in
-    attributes and in lists, dicts and tuples. Parameters and inputs are not copied. A list, a file
-    or a tensor in a closure that a block writes is written twice.
+    The second run begins with the hooks and children of the first, with copies of the buffers, with
+    the attributes that are numbers, strings, functions, tensors, tuples of these or None, and with
+    the states of the generators (also those in lists, dicts and tuples); afterwards all of it is
+    restored. A list, a file or a tensor in a closure that a block writes is written twice.
 
     Args:
         function: the block: a module, a method, a function.

@@ -199,11 +199,9 @@ def safe_resize_(
 ) -> _Tensor:
     """Resize a tensor in place; if that fails, nothing about it has changed.
 
-    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns
-    ``tensor``. On failure (storage that can't grow, out of memory, too many
-    elements, a negative size, an unsupported memory format) the exception is
-    PyTorch's, and shape, stride, storage offset, storage, version counter and
-    every other alias of the storage are restored.
+    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns ``tensor``. On
+    failure the exception is PyTorch's, and shape, stride, storage offset, storage, version counter
+    and every other alias of the storage are restored.
 
     Args:
         tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
@@ -279,12 +277,10 @@ def safe_set_(
 ) -> _Tensor:
     """Let a tensor view another storage; if that fails, it keeps its old one.
 
-    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and
-    returns ``tensor``. What is left out is left out of the call to torch too:
-    ``safe_set_(t)`` empties the tensor, ``safe_set_(t, other)`` shares with ``other``.
-    On failure PyTorch has swapped the storage already, so the data is gone. Here
-    the same storage object is restored, with shape, stride, storage offset and
-    version counter.
+    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and returns ``tensor``.
+    What is left out is left out of the call to torch too. On failure PyTorch has swapped the
+    storage already. Here the same storage object is restored, with shape, stride, storage offset
+    and version counter.
 
     Args:
         tensor: the tensor to change, of any shape.

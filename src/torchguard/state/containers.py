@@ -6,7 +6,6 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,14 +56,14 @@ _MOST = 1000
 def generators_in(values: Iterable[Any]) -> list[Access]:
     """Return how to read and set the generators among values and in containers of these."""
     values = [each for each in values if type(each) not in ATOMS]
-    opened = [each for each in values if isinstance(each, _BUILT_IN) and may_hold_objects(each)]
+    opened = [each for each in values if isinstance(each, _BUILT_IN) and _may_hold_objects(each)]
     return generators_among((*values, *walk(opened)))
 
 
 _BUILT_IN = (dict, list, tuple, set, frozenset, deque)
 
 
-def may_hold_objects(container: Any) -> bool:
+def _may_hold_objects(container: Any) -> bool:
     """Whether a container is small, and not all that is in it are numbers and strings."""
     if not 0 < len(container) <= _MOST:
         return False
@@ -236,11 +235,7 @@ def copy_of_tree(tree: Any) -> Any:
 
     Tensors are detached; a tree that contains itself is copied once.
     """
-    inside = list(walk([tree]))
     copies: dict[int, Any] = {
-        id(each): each.detach().clone() for each in inside if isinstance(each, Tensor)
+        id(each): each.detach().clone() for each in walk([tree]) if isinstance(each, Tensor)
     }
-    for each in reversed(inside):  # what is inside of another one before that
-        if isinstance(each, MappingProxyType):  # Python copies none
-            copies[id(each)] = copy.deepcopy(dict(each), copies)
     return copy.deepcopy(tree, copies)

@@ -306,9 +306,6 @@ class Modules:
         ]
         self._same_members = comparison_of(chain.from_iterable(map(dict.values, structure)))
         self.hooks = [(each, hooks) for each in self.modules for hooks in hooks_of(each)]
-        self._hook_copies: list[dict[int, Any]] = []
-        self._with_hooks: list[tuple[dict[int, Any], int]] = []
-        self._hooks_registered = -1
 
     def is_current(self) -> bool:
         """Whether the modules have the same parameters, buffers and children as when this began."""
@@ -321,18 +318,6 @@ class Modules:
         """Take a snapshot of classes, attributes, members and hooks."""
         return ModulesSnapshot(self)
 
-    def hook_copies(self) -> list[dict[int, Any]]:
-        """Return copies of the dicts of hooks, the last ones if no hook came or went."""
-        # One that comes moves torch's counter of hooks, one that goes leaves a dict shorter.
-        registered = hooks_registered()
-        if registered != self._hooks_registered or any(
-            len(hooks) != length for hooks, length in self._with_hooks
-        ):
-            self._hooks_registered = registered
-            self._hook_copies = [dict(hooks) for _, hooks in self.hooks]
-            self._with_hooks = [(hooks, len(hooks)) for _, hooks in self.hooks if hooks]
-        return self._hook_copies
-
 
 class ModulesSnapshot:
     """Modules as :meth:`Modules.snapshot` found them."""
@@ -341,7 +326,7 @@ class ModulesSnapshot:
         self._modules = modules
         # Copied each time: to compare them with the last copies takes twice as long.
         self._attributes = list(map(dict.copy, modules.attributes))
-        self._hooks = modules.hook_copies()
+        self._hooks = {id(hooks): dict(hooks) for _, hooks in modules.hooks if hooks}
         self._hooks_registered = hooks_registered()
 
     def restore(self, *, lazy: bool = True) -> None:
@@ -360,9 +345,9 @@ class ModulesSnapshot:
                 else:
                     became.add(id(module))
             restore_container(vars(module), before)
-        for (module, hooks), registered in zip(saved.hooks, self._hooks, strict=True):
+        for module, hooks in saved.hooks:
             if id(module) not in became:  # it has taken away its hooks
-                restore_container(hooks, registered)
+                restore_container(hooks, self._hooks.get(id(hooks), {}))
 
     def remove_hooks_of(self, tensors: Iterable[Tensor]) -> None:
         """Remove the hooks that tensors have got since the snapshot."""

@@ -46,31 +46,25 @@ def transaction(
       dropped, the scaler is updated, and a note on the exception names the schedulers that have
       not stepped. Ctrl-C waits from the first step to the end of the block.
 
-    The exception is raised. ``step.run(loss_of, batch)`` does the whole step in the
-    right order: forward, backward, optimizers, scaler, schedulers, ``zero_grad``; your loop then
-    steps no scheduler. ``step.committed`` says whether the last block's step counts,
+    The exception is raised. ``step.run(loss_of, batch)`` does the whole step in the right order;
+    your loop then steps no scheduler. ``step.committed`` says whether the last block's step counts,
     ``step.guarantee`` what holds for these optimizers, ``step.stats()`` what has happened so far.
+    A wrong setup gives a :class:`~torchguard.errors.TrainingSetupWarning`, here or in the first two
+    steps of an optimizer.
 
-    A wrong setup gives a :class:`~torchguard.errors.TrainingSetupWarning`: a model has trainable
-    parameters that no optimizer has, or in the first two steps of an optimizer a parameter has no
-    gradient or does not move, or nobody clears the gradients. Later steps are not looked at.
-
-    Gradients that exist when the block begins are copied, so call ``zero_grad()`` at the end of
-    the block and not at its beginning, unless gradients accumulate over blocks.
+    Gradients that exist when the block begins are copied, so call ``zero_grad()`` at its end.
 
     Args:
         model: the module, or several in a list. What lies inside belongs to it.
         optimizer: the optimizer, or all of them in a list.
         scaler: a ``torch.amp.GradScaler``.
         scheduler: the learning rate scheduler, or several in a list.
-        also: what else the step changes: modules (a teacher, whose parameters are then copied when
-            a block begins), tensors, generators, and objects with ``state_dict`` and
-            ``load_state_dict`` (an average of the weights); one, or several in a list.
+        also: what else the step changes: modules (whose parameters are copied when a block
+            begins), tensors, generators, and objects with ``state_dict`` and ``load_state_dict``
+            (an average of the weights); one, or several in a list.
         undo: when parameters and the optimizer's state are copied. ``"auto"``: when ``step()``
-            begins, unless it is a fused step (of several optimizers, the last one): a fused kernel
-            that raises leaves ``UnrecoverableStepError``. ``"copy"``: when the block begins, also
-            for code that writes parameters itself. ``"none"``: never. On a CPU the memory of the
-            copies is kept for the next step.
+            begins, unless it is a fused step (of several optimizers, the last one). ``"copy"``:
+            when the block begins, also for code that writes parameters itself. ``"none"``: never.
         skip_nonfinite: skip each step with a gradient (in ``run`` without ``group``: or a loss)
             that is not finite, for bf16 training without a scaler. The host waits for the device
             once a step.
@@ -81,14 +75,13 @@ def transaction(
         A :class:`Transaction`: use it in a ``with`` statement, for one step at a time.
 
     Raises:
-        TypeError: an argument is of another type, or an optimizer or a module whose step can't be
-            seen or rolled back (LBFGS, FSDP, an optimizer that steps inside backward, one that does
-            not call the hooks of ``torch.optim``).
+        TypeError: an argument is of another type, or a step can't be seen or rolled back (LBFGS,
+            FSDP, a step inside backward, an optimizer without the hooks of ``torch.optim``).
         ValueError: ``undo`` is none of the three, a parameter is not initialised yet, an optimizer
             has no parameter of the model, ``skip_nonfinite`` comes with a GradScaler, or ``group``
             with a model that it can't average.
-        UnrecoverableStepError: raised by the block, from the original exception, if a step can't
-            be rolled back: load a checkpoint.
+        UnrecoverableStepError: raised by the block if a step can't be rolled back: load a
+            checkpoint.
 
     Upstream: https://github.com/pytorch/pytorch/issues/64636,
     https://github.com/pytorch/pytorch/issues/10615
@@ -110,28 +103,10 @@ def transaction(
         ...     print(model.weight.grad)
         None
     """
-    models = _several(
-        "model", model, lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"
-    )
-    optimizers = _several(
-        "optimizer",
-        optimizer,
-        lambda o: isinstance(o, Optimizer),
-        "a torch Optimizer or a list of them",
-    )
-    optimizers = [_innermost(each) for each in optimizers]
-    scalers = _several(
-        "scaler",
-        scaler,
-        lambda each: hasattr(each, "unscale_"),
-        "a torch.amp.GradScaler; a scheduler goes by its name: scheduler=",
-    )
-    schedulers = _several(
-        "scheduler",
-        scheduler,
-        lambda each: hasattr(each, "step"),
-        "a scheduler of torch.optim.lr_scheduler",
-    )
+    models = _several("model", model)
+    optimizers = list(map(_innermost, _several("optimizer", optimizer)))
+    scalers, schedulers = _several("scaler", scaler), _several("scheduler", scheduler)
+    also = _several("also", also)
     if undo not in get_args(Undo):
         raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
     for each in models:
@@ -160,13 +135,6 @@ def transaction(
             "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
             "leave one of them out"
         )
-    also = _several(
-        "also",
-        also,
-        _can_be_saved,
-        "a tensor, a module, a torch.Generator or an object with state_dict() and "
-        "load_state_dict(), or a list of them",
-    )
     modules = [each for each in also if isinstance(each, nn.Module)]
     warn_of_parameters("transaction", models, optimizers)
     others = (*scalers, *schedulers)
@@ -184,10 +152,35 @@ def transaction(
     )
 
 
-def _several(name: str, value: Any, is_one: Callable[[Any], bool], expected: str) -> list[Any]:
-    """Return one of a kind, or several in any iterable, as a list; None is none."""
+def _can_be_saved(each: Any) -> bool:
+    return isinstance(each, (torch.Tensor, torch.Generator)) or (
+        hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+    )
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"),
+    "optimizer": (lambda o: isinstance(o, Optimizer), "a torch Optimizer or a list of them"),
+    "scaler": (
+        lambda s: hasattr(s, "unscale_"),
+        "a torch.amp.GradScaler; a scheduler goes by its name: scheduler=",
+    ),
+    "scheduler": (lambda s: hasattr(s, "step"), "a scheduler of torch.optim.lr_scheduler"),
+    "also": (
+        _can_be_saved,
+        (
+            "a tensor, a module, a torch.Generator or an object with state_dict() and "
+            "load_state_dict(), or a list of them"
+        ),
+    ),
+}
+
+
+def _several(name: str, value: Any) -> list[Any]:
+    """Return the values of an argument, one or several in any iterable, as a list; None is none."""
     if value is None:
         return []
+    is_one, expected = _EXPECTED[name]
     # A Sequential is an iterable of modules, and a tensor one of its rows: each is one.
     several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
     values = list(value) if several and not is_one(value) else [value]
@@ -196,12 +189,6 @@ def _several(name: str, value: Any, is_one: Callable[[Any], bool], expected: str
             found = f"has {each!r}" if name == "also" else f"is of type {type(each).__name__}"
             raise TypeError(f"transaction: {name} {found}, expected {expected}")
     return values
-
-
-def _can_be_saved(each: Any) -> bool:
-    return isinstance(each, (torch.Tensor, torch.Generator)) or (
-        hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
-    )
 
 
 def _innermost(optimizer: Any) -> Optimizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,8 +109,12 @@ class Block:
         if self._signals is None:
             self._signals = DeferredSignals(at_most=1)
         with_closure = len(args) > 1 or bool(kwargs)
-        if guarded.gate is not None:
-            args, kwargs = guarded.gate.before_or_in_closure(optimizer, args, kwargs)
+        gate = guarded.gate
+        if gate is not None and not any(map(callable, (*args[1:], *kwargs.values()))):
+            gate.before(optimizer)
+        elif gate is not None:
+            args = (args[0], *(gate.after_closure(optimizer, each) for each in args[1:]))
+            kwargs = {name: gate.after_closure(optimizer, each) for name, each in kwargs.items()}
         last, fused = self._is_last(optimizer), steps_fused(optimizer)
         if guarded.undo == "auto":
             copies = with_closure or not last or not fused
@@ -240,11 +243,7 @@ class Block:
         """Complete a step that counts though its block raised; return a note for the exception."""
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         guarded = self.guarded
-        times = Counter(each.optimizer for each in self._stepped)
         for optimizer in guarded.training.optimizers:
-            if times[optimizer] > 1:
-                name = type(optimizer).__name__
-                notes.append(f"{name} had stepped {times[optimizer]} times, and all of these stay")
             # What scaler.step() hands to a fused optimizer, and deletes at its end: a scale that
             # stays is multiplied with the next one.
             now, before = vars(optimizer), self.snapshot.optimizers[id(optimizer)].attributes
@@ -420,17 +419,10 @@ class NonfiniteGate:
             for parameter, _ in present:
                 parameter.grad = None
 
-    def before_or_in_closure(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Call :meth:`before` now, or after the closure, which makes the gradients.
-
-        Returns the arguments of ``step()``, with a closure that does so.
-        """
-        given = args[1] if len(args) > 1 else kwargs.get("closure")
+    def after_closure(self, optimizer: Optimizer, given: Any) -> Any:
+        """Return a closure that calls :meth:`before` when it has made the gradients."""
         if not callable(given):
-            self.before(optimizer)
-            return args, kwargs
+            return given
 
         @functools.wraps(given)
         def closure() -> Any:
@@ -438,9 +430,7 @@ class NonfiniteGate:
             self.before(optimizer)
             return loss
 
-        if len(args) > 1:
-            return (args[0], closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure}
+        return closure
 
     def restore_gradients(self) -> None:
         """Let parameters have the gradients that :meth:`before` took away for a step."""

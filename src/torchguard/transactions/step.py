@@ -102,18 +102,17 @@ class Transaction:
             scheduler.step()
             optimizer.zero_grad()
 
-        With ``parts=4``, gradients accumulate over four parts of the batch. With
-        ``retry="halve"``, a step that runs out of memory is rolled back and run again in twice as
-        many parts. The loss of each part is weighted by its share of the samples, so that the
-        gradient is that of the whole batch up to rounding. Statistics over the batch (BatchNorm)
-        are those of the parts. The size is kept for the batches after it, and a warning says so.
+        With ``retry="halve"``, a step that runs out of memory is rolled back and run again in twice
+        as many parts, whose size is kept for the batches after it. The loss of each part is
+        weighted by its share of the samples, so the gradient is that of the whole batch up to
+        rounding. Statistics over the batch (BatchNorm) are those of the parts.
 
         Args:
             loss_of: takes a batch, or a part of one, and returns its mean loss.
             batch: tensors whose dimension 0 counts the samples, in lists, tuples, mappings
                 (``BatchEncoding``) or dataclasses. Lists of as many strings or numbers as there
                 are samples are split too; other numbers, strings and 0-d tensors go to each part.
-            parts: into how many parts of equal size the batch is split; the last may be smaller.
+            parts: over how many parts of the batch gradients accumulate; the last may be smaller.
             retry: what to do when memory runs out; None raises at once.
             before_step: a function, called between backward and the optimizers' steps, with
                 gradients unscaled: the place for ``clip_grad_norm_``.
@@ -180,9 +179,8 @@ class Transaction:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the training consists of, to resume it bit for bit.
 
-        These are the states of models, optimizers, scaler, schedulers and ``also=``, of every
-        random generator (PyTorch's on each device in use, Python's, numpy's), and the number of
-        commits. ``torchguard.save`` and ``torch.load(weights_only=True)`` take it, and so does
+        These are the states of models, optimizers, scaler, schedulers, ``also=`` and every random
+        generator, and the number of commits, for ``torchguard.save``, ``torch.save`` and
         ``torch.distributed.checkpoint``. Gradients are not in it: call it after a step.
 
         Raises:

@@ -8,8 +8,10 @@ import itertools
 import operator
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +46,13 @@ def replicas_agree(
 ) -> Replicas:
     """Compare the copies of parameters and optimizer state that ranks hold.
 
-    Call ``agree.gradients()`` before ``optimizer.step()`` and ``agree()`` after it, on every
-    rank. DDP compares shapes when it is made and nothing after that: a weight that one rank has
-    changed, or a gradient that was not averaged, shows in the loss later or never. One all-reduce
-    of two integers for each group that replicates; details travel only where they differ.
+    Call ``agree.gradients()`` before ``optimizer.step()`` and ``agree()`` after it, on every rank.
+    DDP compares shapes when it is made and nothing after that.
 
-    Left out: parameters that are frozen or that DDP ignores, buffers (BatchNorm's statistics
-    are each rank's own), what is sharded (a DTensor, or a parameter that Megatron-LM has marked
-    with ``tensor_model_parallel``), tensors that are sparse or quantized, and state of an
-    optimizer under keys that are no parameters. A DTensor is compared along the dimensions of
-    its mesh that replicate it, and so are HSDP and tensor parallelism.
+    Left out: parameters that are frozen, that DDP ignores, or that Megatron-LM has marked with
+    ``tensor_model_parallel``; tensors that are sparse or quantized; state of an optimizer under
+    keys that are no parameters. A DTensor is compared along the dimensions of its mesh that
+    replicate it.
 
     Args:
         model: the module, wrapped or not.
@@ -101,17 +100,16 @@ def replicas_agree(
         )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     patterns = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    names = [name for name, _ in (*_unwrapped(model).named_parameters(),
-                                  *_unwrapped(model).named_buffers())]  # fmt: skip
+    inner = _unwrapped(model)
+    names = [name for name, _ in (*inner.named_parameters(), *inner.named_buffers())]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ValueError(
                 f"replicas_agree: ignore has {pattern!r}, and no parameter or buffer is called so; "
                 f"the names are those of model.named_parameters(): {', '.join(names[:3])}, ..."
             )
-    group = None if group is True else group
-    warn_of_parameters("replicas_agree", [_unwrapped(model)], optimizers)
-    return Replicas(model, optimizers, every=every, group=group, buffers=buffers, ignore=patterns)
+    warn_of_parameters("replicas_agree", [inner], optimizers)
+    return Replicas(model, optimizers, every, None if group is True else group, buffers, patterns)
 
 
 def _unwrapped(model: Any) -> nn.Module:
@@ -126,6 +124,7 @@ def _unwrapped(model: Any) -> nn.Module:
             return model  # type: ignore[no-any-return]
 
 
+@dataclass(eq=False, repr=False)
 class Replicas:
     """What :func:`replicas_agree` returns.
 
@@ -137,19 +136,13 @@ class Replicas:
         >>> dist.destroy_process_group()
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
-        *,
-        every: int,
-        group: Any,
-        buffers: bool,
-        ignore: tuple[str, ...],
-    ) -> None:
-        self._model, self._optimizers, self._ignore = model, optimizers, ignore
-        self._every, self._group, self._buffers = every, group, buffers
-        self._calls = {"parameters": 0, "gradients": 0}
+    _model: nn.Module
+    _optimizers: list[Optimizer]
+    _every: int
+    _group: Any
+    _buffers: bool
+    _ignore: tuple[str, ...]
+    _calls: Counter[str] = field(default_factory=Counter)
 
     def __call__(self) -> None:
         """Compare parameters, the optimizers' state and options, and buffers if asked."""
@@ -159,11 +152,7 @@ class Replicas:
     def gradients(self) -> None:
         """Compare gradients: call it when they are averaged and clipped, before the step."""
         if self._due("gradients"):
-            named = (
-                (f"{name}.grad", _Missing(p) if p.grad is None else p.grad)
-                for name, p in self._parameters()
-            )
-            self._compare(named)
+            self._compare((f"{name}.grad", p.grad, p) for name, p in self._parameters())
 
     def batch(self, ids: Iterable[int] | Tensor, *, same: Any = None) -> None:
         """Compare the samples of this step: each is on one rank only, or on all those of ``same``.
@@ -179,26 +168,19 @@ class Replicas:
         Raises:
             ReplicasDisagreeError: ranks of ``same`` have other samples, ranks apart share one, or
                 a rank has one twice.
-            TypeError: ``ids`` is a tensor without dims.
 
         Example::
 
             for batch in loader:
                 agree.batch(batch["tokens"])
         """
-        if isinstance(ids, Tensor) and ids.dim() == 0:
-            raise TypeError(
-                "replicas_agree: ids has the shape (), expected (B,), one number for each sample, "
-                "or the batch, (B, ...)"
-            )
         if isinstance(ids, Tensor) and (ids.dim() > 1 or ids.is_floating_point()):
             ids = [int(_hash(sample)) for sample in ids]
         own = sorted(ids.tolist() if isinstance(ids, Tensor) else list(ids))
         leader = min(dist.get_process_group_ranks(same)) if same is not None else dist.get_rank()
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, (dist.get_rank(), leader, own), group=self._group)
-        batches = {first: found for rank, first, found in gathered if rank == first}
-        for rank, first, found in gathered:
+        gathered = self._gathered((leader, own))
+        batches = {first: found for rank, (first, found) in gathered.items() if rank == first}
+        for rank, (first, found) in gathered.items():
             if found != batches.get(first, found):
                 raise _disagreement(
                     f"replicas_agree: ranks {first} and {rank} share a batch and have other samples"
@@ -217,6 +199,12 @@ class Replicas:
                         f"replicas_agree: ranks {owner[sample]} and {first} both have sample "
                         f"{sample}; give each its part, with a DistributedSampler"
                     )
+
+    def _gathered(self, own: Any) -> dict[int, Any]:
+        """Return what every rank gives, by rank."""
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, (dist.get_rank(), own), group=self._group)
+        return dict(gathered)
 
     def _due(self, kind: str) -> bool:
         # Most faults are there from the beginning, some of them in every other step alone.
@@ -240,35 +228,35 @@ class Replicas:
     def _compares(self, name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)
 
-    def _state(self) -> Iterator[tuple[str, Any]]:
+    def _state(self) -> Iterator[_Named]:
         # Of ZeroRedundancyOptimizer each rank has a part of the state.
-        whole = [(n, each) for n, each in enumerate(self._optimizers)
-                 if not hasattr(each, "consolidate_state_dict")]  # fmt: skip
-        for number, optimizer in whole:  # first: what follows from them differs as well
+        whole = {
+            f"optimizer {number}": each
+            for number, each in enumerate(self._optimizers)
+            if not hasattr(each, "consolidate_state_dict")
+        }
+        for owner, optimizer in whole.items():  # first: what follows from them differs as well
             for place, options in enumerate(optimizer.param_groups):
                 others = {key: each for key, each in options.items() if key != "params"}
-                yield from _values(f"optimizer {number} param_groups[{place}]", others)
-        named = list(self._parameters())
-        yield from named
+                yield from _values(f"{owner} param_groups[{place}]", others)
+        named: dict[str, Tensor] = dict(self._parameters())
         if self._buffers:
-            named_buffers = _unwrapped(self._model).named_buffers()
-            yield from (each for each in named_buffers if self._compares(each[0]))
-        for number, optimizer in whole:
-            for name, parameter in named:
-                state = optimizer.state.get(parameter, {})
-                yield from _values(f"optimizer {number} {name}", state)
+            buffers = _unwrapped(self._model).named_buffers()
+            named |= {name: each for name, each in buffers if self._compares(name)}
+        yield from ((name, each, each) for name, each in named.items())
+        for owner, optimizer in whole.items():
+            for name, parameter in named.items():
+                yield from _values(f"{owner} {name}", optimizer.state.get(parameter, {}))
 
     @torch.no_grad()
-    def _compare(self, named: Iterable[tuple[str, Any]]) -> None:
+    def _compare(self, named: Iterable[_Named]) -> None:
         # The groups are those of the parameters: a rank that lacks a gradient takes part as well.
-        of_parameters = (_replicated(each, self._group) for each in self._model.parameters())
-        groups: dict[Any, dict[str, Tensor]] = {
-            group: {} for found in of_parameters for group, _ in found
-        }
-        groups.setdefault(self._group, {})
-        for name, value in named:
-            for group, local in _replicated(value, self._group):
-                groups.setdefault(group, {})[name] = _hash(local)
+        groups: dict[Any, dict[str, Tensor]] = {self._group: {}}
+        for parameter in self._model.parameters():
+            groups |= {group: {} for group, _ in _replicated(parameter, self._group)}
+        for name, value, held_as in named:
+            for group, local in _replicated(held_as if value is None else value, self._group):
+                groups.setdefault(group, {})[name] = _hash(None if value is None else local)
         own = groups.pop(self._group)
         apart = [not _alike_in(group, hashes) for group, hashes in groups.items()]
         # A group whose ranks differ must not leave those of the others waiting.
@@ -282,10 +270,8 @@ class Replicas:
             for group, hashes in groups.items()
             for name, each in hashes.items()
         ]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, (dist.get_rank(), own), group=self._group)
         held: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
-        for rank, entries in gathered:
+        for rank, entries in self._gathered(own).items():
             for ranks, name, each in entries:
                 held.setdefault((name, ranks), {})[rank] = each
         differing = [
@@ -312,25 +298,20 @@ def _disagreement(text: str) -> ReplicasDisagreeError:
     return ReplicasDisagreeError(text)
 
 
-def _values(owner: str, held: Any) -> Iterator[tuple[str, Any]]:
+_Named = tuple[str, Any, Any]
+"""A name, its value, and where that is None the parameter that other ranks may have one of."""
+
+
+def _values(owner: str, held: Any) -> Iterator[_Named]:
     leaves, treedef = _pytree.flatten(held)
     names = ["".join(f"[{key!r}]" for key in path) for path in _pytree.key_paths(treedef)]
     for name, value in sorted(zip(names, leaves, strict=True), key=operator.itemgetter(0)):
         if isinstance(value, (int, float, Tensor)):
-            yield owner + name, value
-
-
-class _Missing(NamedTuple):
-    """A gradient that this rank does not have, of a parameter that others may have one of."""
-
-    parameter: nn.Parameter
+            yield owner + name, value, value
 
 
 def _replicated(value: Any, group: Any) -> Iterator[tuple[Any, Any]]:
     """Yield each group that holds copies of a tensor, with what this rank has of it."""
-    if isinstance(value, _Missing):
-        yield from ((each, None) for each, _ in _replicated(value.parameter, group))
-        return
     if not hasattr(value, "placements"):
         yield group, value
         return
@@ -368,11 +349,7 @@ def _alike_in(group: Any, hashes: dict[str, Tensor], *, apart: bool = False) -> 
 
 
 def _hash(value: Any) -> Tensor:
-    """Hash all bits of a tensor with their places; the same on every machine of one byte order.
-
-    The product spreads an element upwards, the shift brings its top bits down, and the second
-    product binds it to its place, so that two changes do not cancel and an exchange is seen.
-    """
+    """Hash all bits of a tensor with their places; the same on every machine of one byte order."""
     if not isinstance(value, Tensor):
         return torch.tensor(zlib.crc32(repr(value).encode()), dtype=torch.int64)
     if value.layout is not torch.strided or value.is_quantized:
@@ -395,6 +372,8 @@ def _hash(value: Any) -> Tensor:
         weights = _weights(min(size, 1 << max(part.numel() - 1, 1).bit_length()), value.device)
         for chunk in part.split(size):
             weight = weights[: chunk.numel()]
+            # The first product spreads an element upwards, the shift brings its top bits down, the
+            # second binds it to its place: two changes do not cancel, an exchange is seen.
             mixed = chunk * weight
             mixed ^= mixed >> 32
             mixed *= weight

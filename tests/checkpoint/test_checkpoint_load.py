@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import struct
 import sys
 import warnings
 import zipfile
@@ -18,8 +17,7 @@ import pytest
 import torch
 
 import torchguard
-from support.writers import OLD, kill_after, left, names, repeat, same, size_limited, start, status
-from torchguard.checkpoint.saving import save_file
+from support.writers import OLD, kill_after, left, names, repeat, same, start, status
 
 
 class TestLoad:
@@ -99,45 +97,21 @@ class TestLoad:
                 torchguard.load(path, **options)
             entry = whole.find(b"PK\x01\x02", entry + 1)
 
-    def test_a_file_that_is_filled_later(self, tmp_path: Path) -> None:
-        """skip_data() leaves room for the elements, whose checksums stay 0."""
-        path = tmp_path / "model.pt"
-        with torch.serialization.skip_data():
-            torch.save(OLD, path)
-        content = bytearray(path.read_bytes())
-        with zipfile.ZipFile(path) as archive:
-            (record,) = (each for each in archive.infolist() if each.filename.endswith("data/0"))
-        begin = content.index(b"PK\x03\x04", record.header_offset)
-        begin += 30 + sum(struct.unpack("<HH", content[begin + 26 : begin + 30]))
-        values = OLD["weight"].numpy().tobytes()  # type: ignore[attr-defined]
-        content[begin : begin + len(values)] = values
-        path.write_bytes(content)
-        assert same(torch.load(path), OLD)
-        assert same(torchguard.load(path), OLD)
-        content[content.index(b"weight")] ^= 1
-        path.write_bytes(content)
-        with pytest.raises(torchguard.DamagedFileError, match=r"data\.pkl"):
-            torchguard.load(path)
-
-    @pytest.mark.parametrize("weights_only", [True, False])
     @pytest.mark.parametrize(
         ("content", "message"),
         [
             ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7\n", "git lfs pull"),
             ("<!DOCTYPE html>\n<html>Sign in", "a web page.*<!DOCTYPE html>"),
-            ('{"error": "not found"}', "text, and no checkpoint.*not found"),
-            ("step, loss\n1, 2\n", "text, and no checkpoint.*step, loss"),
             ("Grüße aus " + "ü" * 200, "text, and no checkpoint.*Grüße"),
-            ("\n" * 3, "text, and no checkpoint"),
         ],
     )
     def test_text_in_the_place_of_a_checkpoint(
-        self, tmp_path: Path, content: str, message: str, weights_only: bool
+        self, tmp_path: Path, content: str, message: str
     ) -> None:
         path = tmp_path / "model.pt"
         path.write_text(content, encoding="utf-8")
         with pytest.raises(torchguard.DamagedFileError, match=message) as refused:
-            torchguard.load(path, weights_only=weights_only)
+            torchguard.load(path)
         assert str(path) in str(refused.value)
         assert refused.value.__cause__ is not None
 
@@ -277,18 +251,3 @@ class TestTheLinkIsNotTheFolder:
         with pytest.raises(RuntimeError) as raised, torchguard.checkpoint_folder(path) as new:
             torch.save(1, new / "none" / "model.pt")
         assert not hasattr(raised.value, "__notes__")
-
-
-class TestSafetensors:
-    def test_whole_or_not_at_all(self, tmp_path: Path) -> None:
-        safetensors = pytest.importorskip("safetensors.torch")
-        path = tmp_path / "model.safetensors"
-        tensors = {"a": torch.arange(1000.0)}
-        save_file(tensors, path, {"format": "pt"})
-        safetensors.save_file(tensors, tmp_path / "plain", {"format": "pt"})
-        assert path.read_bytes() == (tmp_path / "plain").read_bytes()
-        for limit in range(0, 4000, 111):
-            with size_limited(limit), pytest.raises(Exception):  # noqa: B017, PT011
-                save_file({"a": torch.zeros(1000)}, path)
-            assert torch.equal(safetensors.load_file(path)["a"], tensors["a"])
-        assert not left(tmp_path)

@@ -231,25 +231,19 @@ reader, writer = dcp.FileSystemReader(folder / "guarded"), dcp.FileSystemWriter(
 with torchguard.install("save", "load"):
     whole(folder / "guarded", saves(1.0))
     result["guarded"] = []
-    # The older order, a writer or a reader first, is one that torch still takes.
-    for call in (
-        saves(2.0), lambda _: dcp.save(state(3.0), writer), lambda _: dcp.save(state(4.0), writer),
-        lambda path: saves(5.0)(f"{path}/"),
-    ):
+    written = lambda fill: lambda _: dcp.save(state(fill), storage_writer=writer)
+    for call in (saves(2.0), written(3.0), written(4.0), lambda path: saves(5.0)(f"{path}/")):
         call(folder / "guarded")
-        dcp.load(loaded := state(0.0), reader)
+        dcp.load(loaded := state(0.0), storage_reader=reader)
         result["guarded"] += [held(folder / "guarded"), loaded["a"].tolist()]
     for fill in (6.0, 7.0):  # the user keeps three, and a save to the link keeps three too
         whole(folder / "guarded", saves(fill), keep=3)
     saves(8.0)(folder / "guarded")
     result["kept"] = sorted(each.name for each in folder.glob("guarded.*"))
     saves(1.0)(folder / "plain")
-    calls = [saves(2.0), lambda path: dcp.save(state(2.0), dcp.FileSystemWriter(path)),
-             lambda path: dcp.async_save(state(2.0), checkpoint_id=path)]
-    if hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"):  # it has torch's own dcp.save
-        process = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-        calls.append(lambda path: dcp.async_save(
-            state(2.0), checkpoint_id=path, async_checkpointer_type=process))
+    in_thread = lambda path: dcp.async_save(state(2.0), checkpoint_id=path).result()
+    calls = [saves(2.0), in_thread,
+             lambda path: dcp.save(state(2.0), storage_writer=dcp.FileSystemWriter(path))]
     result["plain"] = [said(call, folder / "plain") for call in calls]
     half = {"a": torch.zeros(3).half()}
     result["dtype"] = said(dcp.load, half, checkpoint_id=folder / "plain")
@@ -332,7 +326,7 @@ def test_all_ranks_commit_or_are_refused(ranks: Any) -> None:
 
 
 def test_install_reaches_dcp(ranks: Any) -> None:
-    """In each order of the arguments, with a planner, and a reader that is used again."""
+    """With a planner, in a thread, and by a reader that is used again."""
     for each in ranks:
         expected = [[[fill], [fill] * 3] for fill in (2.0, 3.0, 4.0, 5.0)]
         assert each["guarded"] == [*itertools.chain(*expected)]

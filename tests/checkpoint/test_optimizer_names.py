@@ -56,22 +56,6 @@ def test_names_say_what_belongs_to_what(load: Load, order: str) -> None:
 
 
 @WAYS
-def test_names_in_other_groups(load: Load) -> None:
-    named = parameters()
-    groups = [{"params": [(name, named[name])], "lr": lr} for name, lr in (("a", 1), ("b", 2))]
-    first = torch.optim.SGD(groups, momentum=0.9)
-    for number, each in enumerate((named["a"], named["b"])):
-        each.grad = torch.full((2,), float(number + 1))
-    first.step()
-    other = torch.optim.SGD(
-        [{"params": [(name, named[name])], "lr": 3} for name in "ba"], momentum=0.9
-    )
-    load(other, first.state_dict())
-    assert other.state[named["b"]]["momentum_buffer"].tolist() == [2, 2]
-    assert [group["lr"] for group in other.param_groups] == [1, 2]
-
-
-@WAYS
 @pytest.mark.parametrize(
     ("theirs", "ours", "fits"),
     [

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import torchguard
-from support.child_process import output_of
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +67,8 @@ def test_safetensors(tmp_path: Path) -> None:
     "refused",
     [
         lambda write: write({"a": {"b": torch.ones(3)}}, "new"),
-        lambda write: write([torch.ones(3)], "new"),
-        lambda write: write({"a": torch.ones(4)[::2]}, "new"),
-        lambda write: write({"a": torch.ones(4), "b": 3}, "new"),
-        lambda write: write(dict(zip("ab", [torch.ones(4)] * 2, strict=True)), "new"),
         lambda write: write({"a": torch.ones(4)}, "new", {"format": 3}),
         lambda write: write({"a": torch.ones(4)}, 3),
-        lambda write: write({"a": torch.ones(4)}),
     ],
 )
 def test_what_safetensors_refuses_it_refuses_in_its_own_words(
@@ -145,20 +139,3 @@ def test_lightning_on_another_file_system(tmp_path: Path, guarded: bool) -> None
     assert found == {"model.ckpt": guarded}
     assert "state_dict" in torch.load(path, weights_only=False)
     assert [each.name for each in tmp_path.iterdir()] == ["model.ckpt"]
-
-
-def test_a_package_that_is_imported_later() -> None:
-    """In a process of its own: the guard is installed first."""
-    pytest.importorskip("safetensors")
-    program = """
-        import sys, torch, torchguard
-        torchguard.install("save")
-        assert "safetensors.torch" not in sys.modules
-        import safetensors.torch
-        assert "save" in torchguard.installed()
-        guarded = safetensors.torch.serialize_file
-        print(guarded.__module__, "torchguard" in guarded.__code__.co_filename)
-        torchguard.uninstall()
-        print(safetensors.torch.serialize_file is guarded)
-    """
-    assert output_of(program).split()[1:] == ["True", "False"]

@@ -91,13 +91,6 @@ class TestLoad:
         assert not torch.equal(trained(plain), expected)
 
     @LOADERS
-    def test_a_state_that_shares_memory(self, load: Callable[..., Any]) -> None:
-        """As torch.save writes a tied model: two tensors on one storage."""
-        model = Tied()
-        load(model, Tied().state_dict(), assign=True)
-        assert is_tied(model)
-
-    @LOADERS
     @pytest.mark.parametrize("left_out", ["embedding.weight", "output.weight"])
     def test_a_state_with_one_of_the_names(self, load: Callable[..., Any], left_out: str) -> None:
         """What a copy does: the other name has the value, too."""
@@ -138,21 +131,6 @@ class TestLoad:
         assert is_tied(model) or not assign
 
     @LOADERS
-    @pytest.mark.parametrize("assign", [True, False])
-    def test_complex_values_that_are_conjugate_views(
-        self, load: Callable[..., Any], assign: bool
-    ) -> None:
-        model: Any = nn.Module()
-        model.register_buffer("a", torch.zeros(2, dtype=torch.complex64))
-        model.register_buffer("c", model.a)
-        value = torch.tensor([1 + 2j, 3.0])
-        load(model, {"a": value, "c": value.conj().clone().conj()}, assign=assign)
-        assert model.a is model.c
-        assert torch.equal(model.c, value)
-        with pytest.raises(RuntimeError, match="two values"):
-            load(model, {"a": value, "c": value.conj()}, assign=assign)
-
-    @LOADERS
     @pytest.mark.parametrize("kind", [nn.LSTM, nn.RNN])
     def test_recurrent_layers(self, load: Callable[..., Any], kind: Any) -> None:
         """One with two names, and two with one weight; both compute with a list besides."""
@@ -173,21 +151,6 @@ class TestLoad:
         assert model[0].weight is not model[1].weight
         assert model[0].weight.data_ptr() == state["0.weight"].data_ptr()
 
-    @LOADERS
-    def test_hooks_that_rename(self, load: Callable[..., Any]) -> None:
-        model: Any = Tied()
-        model.register_load_state_dict_pre_hook(
-            lambda _, state, *__: state.update({k[4:]: state.pop(k) for k in list(state)})
-        )
-        state = {f"old.{name}": each for name, each in separate(model, 3.0).items()}
-        load(model, state, assign=True)
-        assert is_tied(model)
-        state = {f"old.{name}": each for name, each in separate(model, 3.0).items()}
-        state["old.output.weight"] += 1
-        with pytest.raises(RuntimeError, match="two values"):
-            load(model, state, assign=True)
-        assert is_tied(model)
-
 
 class TestToEmpty:
     def test_from_the_meta_device(self) -> None:
@@ -204,15 +167,3 @@ class TestToEmpty:
         copied = Tied()
         copied.load_state_dict(state)
         assert torch.equal(trained(model), trained(copied))
-
-    def test_without_the_modules_inside(self) -> None:
-        """recurse=False moves what is the module's own, and nothing else."""
-        model: Any = on_meta()
-        model.own = model.embedding.weight
-        with torchguard.install("load"):
-            model.to_empty(device="cpu", recurse=False)
-        assert not model.own.is_meta
-        assert model.output.weight.is_meta
-        assert model.scale is model.same_scale
-        with pytest.raises(TypeError), torchguard.install("load"):
-            model.to_empty()

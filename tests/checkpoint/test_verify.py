@@ -17,7 +17,6 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import torchguard
 from torchguard.__main__ import main
-from torchguard.checkpoint import whole
 from torchguard.checkpoint.folder import MARK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -36,12 +35,10 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
     save_file(state, tmp_path / "model.safetensors")
     state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
     paths = [tmp_path / name for name in ("new.pt", "old.pt", "model.safetensors", "dcp")]
-    steps: list[tuple[int, int]] = []
     for path in paths:
-        found = torchguard.verify_checkpoint(path, progress=lambda *each: steps.append(each))
+        found = torchguard.verify_checkpoint(path)
         assert found
         assert found.size > 0
-        assert steps[-1][0] > 0
     assert "has no checksums" in str(torchguard.verify_checkpoint(paths[2]))
     assert main(["verify", *map(str, paths)]) == 0
     assert capsys.readouterr().out.count("is whole") == len(paths)
@@ -105,12 +102,6 @@ def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "a.pt")]) == 2
     assert "there is nothing at" in capsys.readouterr().err
-
-
-def test_the_help_says_what_is_unpickled(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["verify", "--help"])
-    assert "verify files that you trust" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:
@@ -183,25 +174,6 @@ def test_a_mark_that_is_damaged(tmp_path: Path) -> None:
         mark.write_bytes(wrong)
         found = torchguard.verify_checkpoint(tmp_path)
         assert found.faults == (f"{mark} does not hold what checkpoint_folder wrote",)
-
-
-def test_a_save_meanwhile_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest and the files are those of one folder, wherever the link leads by then."""
-    for number, fill in enumerate((1.0, 2.0)):
-        saved_with_a_manifest(tmp_path / f"run.{number}", fill)
-    link, manifest_of = tmp_path / "run", whole.manifest_of
-    link.symlink_to("run.0")
-
-    def then_another_saves(folder: Path) -> Any:
-        manifest = manifest_of(folder)
-        link.unlink()
-        link.symlink_to("run.1")
-        return manifest
-
-    monkeypatch.setattr(whole, "manifest_of", then_another_saves)
-    found = torchguard.verify_checkpoint(link)
-    assert found, str(found)
-    assert found.path == str(link)
 
 
 def test_files_of_other_programs_beside_a_checkpoint(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torchguard
 from support.child_process import output_of
 from support.compiled import Counting, many, plain, square, with_out
 from torchguard import install
-from torchguard._torch import patch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,59 +141,6 @@ def test_dynamo_knows_torchs_own_functions_after_uninstall() -> None:
     torch._dynamo.reset()
     for function in (plain, with_out):
         torch.compile(function, backend="eager", fullgraph=True)(*square())
-
-
-def graphs_of(function: Any, *inputs: Any, **options: Any) -> tuple[int, Any]:
-    """How many graphs Dynamo made of a function, and what it returned."""
-    torch._dynamo.reset()
-    counting = Counting("eager")
-    compiled: Any = torch.compile(function, backend=counting, **options)
-    result = compiled(*inputs)
-    return len(counting.graphs), result
-
-
-@pytest.mark.parametrize("name", ["add", "nn.functional.gelu"])
-def test_a_function_of_torchs_that_is_compiled_by_itself_is_one_graph(name: str) -> None:
-    inputs = square() * (1 if name.endswith("gelu") else 2)
-    expected = patch.original(f"torch.{name}")(*inputs)
-    with install("out"):
-        function = operator.attrgetter(name)(torch)
-        for options in ({}, {"fullgraph": True}):
-            count, result = graphs_of(function, *inputs, **options)
-            assert count == 1
-            assert torch.equal(result, expected)
-        # Left to eager it is guarded.
-        disabled = torch.compiler.disable(function)
-        assert torch.equal(disabled(*inputs), expected)
-        out = torch.from_numpy(np.zeros(1, dtype=np.float32))
-        with pytest.raises(RuntimeError):
-            disabled(*inputs, out=out)
-        assert out.shape == (1,)
-
-
-def known(x: torch.Tensor, table: dict[Any, int], some: list[Any]) -> torch.Tensor:
-    """Look functions of torch up, as transformers and quantization do."""
-    x = x + table[torch.add] + table.get(torch.mul, 0)
-    if torch.add in table and torch.sub not in table:
-        x = x * 2
-    if torch.add in {torch.add: 1} and torch.add in {torch.add, torch.sub}:
-        x = x * 3
-    if torch.add in (torch.sub, torch.add) and torch.mul not in [torch.add]:
-        x = x * 5
-    if torch.add is not torch.mul and torch.add != torch.sub and torch.add.__name__ == "add":
-        x = x * 7
-    return x + 1 if torch.add in some else x
-
-
-def test_functions_of_torchs_are_looked_up_in_compiled_code_as_in_eager() -> None:
-    (x,) = square()
-    with install("out"):
-        ours: dict[Any, int] = {torch.add: 1, torch.mul: 2}
-        torchs: dict[Any, int] = {torch.add: 1, patch.original("torch.mul"): 2}
-        for table in (ours, torchs):  # a table that was made before it was installed holds torch's
-            count, result = graphs_of(known, x, table, list(table), fullgraph=True)
-            assert count == 1
-            assert torch.equal(result, known(x, table, list(table)))
 
 
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import torchguard
-from support.child_process import output_of
 from support.install import locked, resize_is_safe, same, snapshot
 from torchguard import guarded, install, installed, uninstall
 from torchguard.errors import IndexOutOfRangeError
@@ -230,45 +229,13 @@ def test_a_guard_that_is_not_needed_or_does_not_protect_is_left_out(
         enter_three_times()
     assert found == [{"resize"}] * 3
     assert [each.filename for each in warned] == [__file__]
-    assert tried == ["out", "out"]  # once more while no other thread can remove it
+    # Whether it is needed, whether it protects, and once more while no other thread can remove it.
+    assert tried == ["out", "out", "out"]
     uninstall()
     assert same(before, snapshot())
 
 
-# --- import, Dynamo
-
-
-def test_a_scope_imports_no_compiler_and_leaves_nothing_in_its_tables() -> None:
-    program = """
-        import sys
-        import torch, torchguard
-        from torchguard._torch import patch
-        from torchguard.patching.guards import GUARDS
-
-        finders = list(sys.meta_path)
-        everything = [name for name in GUARDS if name != "recompute"]
-        with torchguard.guarded(*everything):
-            pass
-        assert "torch._dynamo" not in sys.modules
-        torchguard.uninstall()
-
-        import torch._dynamo.trace_rules
-        from torch._dynamo.variables.builder import VariableBuilder
-        table = torch._dynamo.trace_rules.get_torch_obj_rule_map()
-        rules, kinds, ids = dict(table), dict(VariableBuilder._type_dispatch()), dict(
-            VariableBuilder._id_dispatch())
-        with torchguard.guarded(*everything):
-            torch.compile(lambda x: torch.add(x, 1), backend="eager")(torch.ones(2))
-            print(len(table) > len(rules))
-        torchguard.uninstall()
-        print(dict(table) == rules, dict(VariableBuilder._id_dispatch()) == ids,
-              dict(VariableBuilder._type_dispatch()) == kinds,
-              not {id(ours) for _, ours in patch._made.values()} & {
-                  *torch.jit._builtins._get_builtin_table()},
-              [each for each in sys.meta_path if each not in finders
-               and type(each).__module__.startswith("torchguard")])
-    """
-    assert output_of(program).split() == ["True", "True", "True", "True", "True", "[]"]
+# --- Dynamo
 
 
 def test_code_that_is_compiled_in_a_scope_has_the_graphs_it_has_outside() -> None:

@@ -84,22 +84,6 @@ def test_guards_come_and_go_while_another_thread_imports() -> None:
     ]
 
 
-def test_a_guard_of_dynamo_is_applied_where_the_trial_of_another_imports_dynamo() -> None:
-    program = """
-        import sys, torch, torchguard
-        assert "torch._dynamo" not in sys.modules
-        installation = torchguard.install("setitem", "recompute")
-        for name in ("setitem", "recompute"):
-            assert (name in installation.names) == (name in torchguard.installed())
-        import torch._dynamo
-        variable = torch._dynamo.variables.tensor.TensorVariable
-        print(("setitem" in installation.names) == ("requires_grad" in vars(variable)))
-        torchguard.uninstall()
-        print("requires_grad" in vars(variable))
-    """
-    assert output_of(program).split() == ["True", "False"]
-
-
 # Dynamo, whose import another thread has begun.
 DYNAMO = """
     import os, sys, threading, time
@@ -133,21 +117,6 @@ def test_a_scope_that_begins_while_dynamo_is_imported_sees_compiled_code() -> No
             print(type(error).__name__)
     """
     assert output_of(DYNAMO + program) == "IndexOutOfRangeError\n"
-
-
-def test_what_patches_a_module_of_another_package_does_not_wait_for_dynamo() -> None:
-    program = """
-    import importlib.util
-    is_there = importlib.util.find_spec("safetensors")
-    torchguard.install("save", only_if_needed=False)
-    thread = begin("torch._dynamo", "torch._dynamo")
-    threading.Timer(60, os._exit, (3,)).start()
-    if is_there:
-        import safetensors.torch
-    print(end(thread), flush=True)
-    os._exit(0)
-    """
-    assert output_of(DYNAMO + program) == "True\n"
 
 
 def test_a_guard_that_is_installed_while_its_module_is_imported_patches_it() -> None:

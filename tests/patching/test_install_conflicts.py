@@ -106,20 +106,6 @@ def test_a_patch_below_ours_may_be_taken_away(guard_again: bool) -> None:
         assert resize_is_safe()
 
 
-def test_what_was_deleted_is_installed_again() -> None:
-    bare = snapshot()
-    install("resize")
-    del torch.Tensor.resize_
-    uninstall()
-    assert same(bare, snapshot())
-    install("resize")
-    del torch.Tensor.resize_
-    install("resize")
-    assert resize_is_safe()
-    uninstall()
-    assert same(bare, snapshot())
-
-
 def test_installing_again_adds_nothing_where_other_code_has_patched_on_top(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
-from support.child_process import output_of
+from support.install import resize_is_safe
 from torchguard.patching.guards import GUARDS
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS
 
@@ -30,7 +30,7 @@ LATER = [(module, name) for module, tests in LATER_SELF_TESTS.items() for name i
 
 
 def test_every_guard_has_a_self_test() -> None:
-    assert set(GUARDS) - {"optimizer"} == {*SELF_TESTS, *(name for _, name in LATER)}
+    assert set(GUARDS) == {*SELF_TESTS, *(name for _, name in LATER)}
 
 
 @pytest.mark.parametrize("name", SELF_TESTS)
@@ -39,10 +39,10 @@ def test_it_names_what_is_not_protected_until_the_guard_is_installed(name: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's of read-only arrays
         reason = test()
-    assert (reason is None) == (GUARDS[name].not_needed() is not None)
+    assert reason is not None
     with torchguard.install(name, only_if_needed=False):  # type: ignore[arg-type]
         assert test() is None
-    assert (test() is None) == (reason is None)
+    assert test() is not None
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -132,17 +132,47 @@ def test_files_are_tried_in_a_temporary_folder_that_is_removed(
         assert SELF_TESTS[name]() is None
 
 
-def test_the_guards_protect_when_all_of_them_are_installed() -> None:
-    with torchguard.install(*SELF_TESTS, only_if_needed=False):  # type: ignore[arg-type]
-        assert {name: reason for name, test in SELF_TESTS.items() if (reason := test())} == {}
+# --- a guard that is in place and does not protect is removed, and says so
 
 
-def test_dynamo_is_not_imported_for_them() -> None:
-    program = """
-        import sys, torch, torchguard
-        from torchguard.patching.selftests import SELF_TESTS
-        with torchguard.install(*SELF_TESTS):
-            assert not any(test() for test in SELF_TESTS.values())
-        assert "torch._dynamo" not in sys.modules
-    """
-    output_of(program)
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The self-test of "resize" fails; returns what was tried, in order."""
+    tried: list[str] = []
+
+    def trying(name: str, answer: str | None) -> Callable[[], str | None]:
+        return lambda: tried.append(name) or answer  # type: ignore[func-returns-value]
+
+    tests = {"resize": trying("resize", "resize_ is another one"), "out": trying("out", None)}
+    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", tests)
+    return tried
+
+
+def test_a_guard_that_does_not_protect_is_skipped_with_a_warning(failing: list[str]) -> None:
+    """The other guards are installed."""
+    with pytest.warns(RuntimeWarning, match="'resize' is off.*resize_ is another one") as seen:
+        installation = torchguard.install("resize", "out", only_if_needed=False)
+    with installation:
+        assert failing == ["resize", "resize", "out"]  # what fails is tried once more
+        assert installation.names == torchguard.installed() == ("out",)
+        reason = f"torch {torch.__version__}: resize_ is another one"
+        assert installation.skipped == {"resize": reason}
+        assert not resize_is_safe()
+    assert seen[0].filename == __file__
+    assert torchguard.events()[-1].kind == "guard_skipped"
+
+
+def test_a_self_test_that_raises_does_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = {"resize": lambda: str(1 // 0)}
+    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", tests)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        assert torchguard.install().names == ()
+
+
+@pytest.mark.usefixtures("failing")
+def test_strict_raises_and_installs_nothing() -> None:
+    with pytest.raises(
+        torchguard.TorchGuardError, match=r"'resize': torch .*resize_ is another one"
+    ):
+        torchguard.install("out", "resize", strict=True)
+    assert torchguard.installed() == ()

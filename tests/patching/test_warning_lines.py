@@ -45,14 +45,10 @@ CODE = compile(PROGRAM, FILE, "exec")
 FILTERS: dict[str, Callable[[], object]] = {
     "default": lambda: warnings.simplefilter("default"),
     "always": lambda: warnings.simplefilter("always"),
-    "once": lambda: warnings.simplefilter("once"),
-    "module": lambda: warnings.simplefilter("module"),
     "ignore": lambda: warnings.simplefilter("ignore"),
     "ignored in the program": lambda: warnings.filterwarnings("ignore", module="program"),
-    "ignored elsewhere": lambda: warnings.filterwarnings("ignore", module="torchguard"),
     "one line": lambda: warnings.filterwarnings("ignore", lineno=7),
     "one text": lambda: warnings.filterwarnings("ignore", message="indexing with dtype"),
-    "errors in the program": lambda: warnings.filterwarnings("error", module="program"),
     "error": lambda: warnings.simplefilter("error"),
 }
 
@@ -125,13 +121,3 @@ def test_filters_are_those_before_once_no_guard_is_in_place() -> None:
         copies = pickle.loads(pickle.dumps(warnings.filters))  # noqa: S301
         assert len(copies) == len(warnings.filters)
     assert warnings.filters == before
-
-
-def test_a_filter_that_is_added_later_and_holds_for_everything_decides_first() -> None:
-    """A limit that the page on guards names: the line is that of the replacement."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torchguard.install("out"):
-            warnings.simplefilter("always")
-            (found, *_), _ = shown(compile("import torch\ntorch.std(torch.ones(1))", FILE, "exec"))
-    assert found[0] != FILE

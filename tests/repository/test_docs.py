@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import builtins
-import codeop
 import contextlib
 import doctest
 import functools
-import importlib
 import inspect
 import io
-import pkgutil
 import re
 import runpy
 import shlex
 import symtable
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
@@ -73,27 +69,6 @@ def test_blocks_of_the_readme() -> None:
     assert [each for each in code if _names_from_elsewhere(each)] == []
     own = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
     assert _names_from_elsewhere(own) == {"c", "d", "e"}
-
-
-def _typed(code: str) -> None:
-    """Compile it as Python's prompt does, which ends a function at an empty line and only there."""
-    lines: list[str] = []
-    for line in code.splitlines():
-        lines.append(line)
-        if codeop.compile_command("\n".join(lines), symbol="single") is not None:
-            lines = []
-    assert codeop.compile_command("\n".join([*lines, ""]), symbol="single") is not None
-
-
-def test_blocks_can_be_pasted_into_the_prompt() -> None:
-    _typed("def f(x):\n    y = x\n    return y\n\nf(1)\n")
-    for wrong in ("def f(x):\n    y = x\n\n    return y\n", "def f(x):\n    y = x\nf(1)\n"):
-        with pytest.raises(SyntaxError):
-            _typed(wrong)
-    for page in PAGES:
-        for block in blocks(page.read_text(encoding="utf-8")):
-            if block.language == "python":
-                _typed(block.code)
 
 
 @functools.cache
@@ -204,16 +179,12 @@ def test_absolute_links() -> None:
         assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_address_of_the_site() -> None:
-    """The package index, the command line and the repository lead to one site."""
+def test_addresses() -> None:
+    """Every page and file has the repository's address of pyproject.toml; there is one site."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'Documentation = "{SITE}"' in project
     owner, name = REPOSITORY.split("/")[-2:]
     assert f"https://{owner}.github.io/{name}/" == SITE
-
-
-def test_repository() -> None:
-    """Every page and file has the repository's address of pyproject.toml."""
     folders = ("src", "docs", "tests", "benchmarks", ".github")
     files = [path for path in ROOT.iterdir() if path.is_file()]
     files += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -224,33 +195,6 @@ def test_repository() -> None:
             found = re.findall(r"https://github\.com/[\w-]*/torchguard(?![\w-])", text)
             other += [(path.name, address) for address in found if address != REPOSITORY]
     assert other == []
-
-
-def _examples(module: ModuleType) -> list[doctest.DocTest]:
-    """Return the examples of a module, without those of public names."""
-    begins = len(module.__name__) + 1
-    return [
-        test
-        for test in doctest.DocTestFinder().find(module)
-        if test.name[begins:].partition(".")[0] not in PUBLIC
-    ]
-
-
-@pytest.mark.slow
-def test_docstrings() -> None:
-    """The examples in docstrings of private functions do what they say."""
-    # Not the integrations: they import what they are for, and Lightning replaces torch.compile.
-    modules = [
-        importlib.import_module(each.name)
-        for each in pkgutil.walk_packages(torchguard.__path__, "torchguard.")
-        if each.name != "torchguard.__main__" and "integrations." not in each.name
-    ]
-    runner = doctest.DocTestRunner()
-    for module in modules:
-        for test in _examples(module):
-            runner.run(test)
-    assert runner.summarize(verbose=False).failed == 0
-    assert runner.tries
 
 
 # What a user imports and can call; the exceptions have their table on a page.

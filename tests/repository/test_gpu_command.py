@@ -7,55 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from benchmarks import report
-from benchmarks.gpu import CLOSING, Session
 from benchmarks.stream import lines_of
 
 from support.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A piece that runs a program of the test."""
-
-    program: str
-    part: str = "c"
-    name: str = "resize"
-    share: float = 1
-
-    def command(self, device: str, *, quick: bool) -> list[str]:
-        return ["-c", self.program]
-
-
-def session(tmp_path: Path, seconds: float = 60) -> Any:
-    return Session(tmp_path, seconds + CLOSING, device="cpu")
-
-
-CHILD = """
-import subprocess, sys, time, pathlib
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path({path!r}).write_text(str(child.pid))
-print("begun", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_piece_that_takes_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
-    running, pid = session(tmp_path), tmp_path / "pid"
-    begun = time.monotonic()
-    ended = running.run(Planned(CHILD.format(path=str(pid))), 4.0)
-    assert time.monotonic() - begun < 30
-    assert ended == "killed: time was up"
-    assert wait_until_gone(int(pid.read_text()))
-    assert "begun" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
 def test_a_command_that_is_told_to_stop_ends_what_it_runs(tmp_path: Path) -> None:

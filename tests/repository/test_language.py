@@ -8,7 +8,6 @@ program, and the changes, are not counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,17 +79,6 @@ def test_the_readme_is_one_screen() -> None:
     assert len(re.findall(r"`[^`]+`", prose)) <= 40
 
 
-def test_the_patterns_find_what_they_are_for() -> None:
-    wrong: dict[str, Callable[[], str]] = {
-        "what as a noun": lambda: "It restores what fails.",
-        "begins with Where": lambda: "Where nothing fails, nothing changes.",
-        "a semicolon": lambda: "It raises; nothing is lost.",
-        "one that, one of, one in": lambda: "A guard is one that raises.",
-        "translated": lambda: "The training goes on.",
-    }
-    for name, sentence in wrong.items():
-        assert re.search(AT_MOST[name][0], sentence()), name
-    assert not re.search(AT_MOST["what as a noun"][0], "What does it cost?")
-    assert sentences("# A\n\nOne is here. `x` is [two](a.md).\n\n- three is\n  here\n") == [
-        "One is here.", "`x` is [two].", "three is here",
-    ]  # fmt: skip
+def test_sentences_are_found() -> None:
+    page = "# A\n\nOne is here. `x` is [two](a.md).\n\n- three is\n  here\n"
+    assert sentences(page) == ["One is here.", "`x` is [two].", "three is here"]

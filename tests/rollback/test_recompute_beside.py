@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import torchguard
 from support.child_process import output_of
 from torchguard import safe_checkpoint
-from torchguard.rollback import recompute
 
 
 def make() -> Any:
@@ -127,9 +126,3 @@ def test_installing_the_guard_imports_neither_dynamo_nor_sympy() -> None:
         assert not {"torch._dynamo", "sympy"} & (set(sys.modules) - before)
     """
     output_of(program)
-
-
-def test_the_guard_is_not_needed_where_a_second_run_begins_anew() -> None:
-    assert recompute.not_needed() is None
-    with torchguard.install("recompute"):
-        assert recompute.not_needed() is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
@@ -128,8 +127,6 @@ def rebuild_dynamo_tables(*, are_filled: bool) -> None:
             if isinstance(filled, dict):  # Dynamo adds to it: what it knows of any() and itertools
                 kept = {key: value for key, value in before.items() if not _is_ours(key)}
                 filled.update({key: kept[key] for key in kept.keys() - filled.keys()})
-    for replacement, original in _originals.items():
-        _put_in_tables(replacement, original)
 
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -140,81 +137,20 @@ def _is_ours(function: object) -> bool:
     return isinstance(code, CodeType) and code.co_filename.startswith(_PACKAGE)
 
 
-_originals: dict[Any, Any] = {}  # by replacement
-
-
 def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Register ``replacement`` with Dynamo as ``original`` is: to call, compile and look up."""
-    # As torch's decorators do: enough for calls, not to be hashed or compiled.
+    """Let Dynamo trace ``original`` where it meets ``replacement``, as torch's decorators do."""
     replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
-    _originals[replacement] = original
-    if dynamo_is_there():  # else _dynamo_was_imported() puts it there
-        _put_in_tables(replacement, original)
 
 
-def forget_in_dynamo(replacement: Callable[..., Any]) -> None:
-    """Undo :func:`register_in_dynamo`; where it is still called, Dynamo traces the original."""
-    original = _originals.pop(replacement, None)
-    if not dynamo_is_there():
-        return
-    handlers: Any = sys.modules.get("torch._dynamo.variables.torch")
-    try:
-        builder: Any = sys.modules["torch._dynamo.variables.builder"].VariableBuilder
-        functions = sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map()
-        builder._id_dispatch().pop(id(replacement), None)
-        # The map may have been filled anew since, with what it has found in torch.
-        if functions.pop(replacement, None) is not None:
-            functions.setdefault(original, handlers.TorchInGraphFunctionVariable)
-    except (AttributeError, KeyError, TypeError):  # another Dynamo
-        return
-
-
-def _put_in_tables(replacement: Any, original: Any) -> None:
-    """Put ``replacement`` in Dynamo's tables, if ``original`` is a function that it calls whole."""
-    names = ("external_utils", "trace_rules", "variables.builder", "variables.torch")
-    modules: list[Any] = [sys.modules.get(f"torch._dynamo.{name}") for name in names]
-    utilities, rules, builder, handlers = modules
-    try:
-        functions = rules.get_torch_obj_rule_map()
-        objects = builder.VariableBuilder._id_dispatch()
-        if functions.get(original) is not handlers.TorchInGraphFunctionVariable:
-            return
-        # This is how torch.compile and torch.compiler.disable wrap torch's functions, to have a
-        # frame that can be compiled; not all versions see that they have to.
-        wrapped = utilities.wrap_inline(replacement)
-        kind = _kind_of_variable()
-    except (AttributeError, TypeError):  # another Dynamo; or other code's wrapper without a hash
-        return
-    functions[replacement] = kind  # where Dynamo does not know where a function is from
-    objects[id(replacement)] = lambda self, value: kind.create_with_source(value, self.source)
-    replacement._torchdynamo_orig_callable = wrapped
-    replacement._torchdynamo_wrapper_id = id(replacement)
-
-
-@functools.cache
-def _kind_of_variable() -> Any:
-    """Make the class of Dynamo's variables for replacements, whose calls are of the original."""
-    handlers: Any = sys.modules["torch._dynamo.variables.torch"]
-    base: Any = handlers.TorchInGraphFunctionVariable
-    install_guard, kinds = handlers.install_guard, handlers.GuardBuilder
-
-    def original_of(variable: Any) -> Any:
-        return base(_originals[variable.value], source=variable.source)
-
-    class ReplacedFunctionVariable(base):  # type: ignore[misc]
-        @classmethod
-        def create_with_source(cls, value: Any, source: Any) -> Any:
-            # Not on the code, as for other functions: replacements share it.
-            install_guard(source.make_guard(kinds.FUNCTION_MATCH))
-            return cls(value, source=source)
-
-        def as_proxy(self) -> Any:
-            return original_of(self).as_proxy()
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            return original_of(self).call_function(tx, args, kwargs)
-
-    return ReplacedFunctionVariable
+def forget_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Remove a replacement from Dynamo's map, which may have been filled while it stood there."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    functions: Any = {}
+    if dynamo_is_there():
+        functions = getattr(rules, "get_torch_obj_rule_map", dict)()
+    kind = functions.pop(replacement, None)
+    if kind is not None:
+        functions.setdefault(original, kind)
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:

@@ -237,7 +237,7 @@ def _take(paths: list[str], guards: set[str]) -> None:
         del _table[path]
         for function in place.made:
             forget_in_torchscript(function)
-            forget_in_dynamo(function)
+            forget_in_dynamo(function, place.original)
 
 
 def _conflict(path: str, place: _Place) -> PatchConflictError:

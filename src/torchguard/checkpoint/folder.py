@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from string import digits
@@ -43,38 +43,32 @@ def checkpoint_folder(
 ) -> Iterator[Path]:
     """Write several files into a new folder and show all of them at ``path`` in one step.
 
-    ``path`` is a symbolic link to the newest folder, whose names end in a number:
-    ``checkpoint -> checkpoint.7``. Inside the block the new folder has a temporary name. When
-    the block ends, its files are flushed to the disk, it is renamed and the link is replaced; who
-    opens ``path/model.pt`` gets the file of the old checkpoint or of the new one, never a mix of
-    a folder half written. When the block raises, the new folder is removed and ``path`` leads
-    where it led.
+    ``path`` is a symbolic link to the newest folder: ``checkpoint -> checkpoint.7``. When the block
+    ends, its files are flushed to the disk, the folder gets its name and the link is replaced. If
+    the block raises, the new folder is removed and ``path`` leads where it led. If a process was
+    killed in the middle, the next call removes the files that it left, and warns.
 
-    Each folder has a file ``.torchguard-checkpoint.json`` inside, with its own name. A folder
-    without it is never removed and does not count for ``keep``, whatever its name, and neither is
-    a copy or a folder that was renamed. If a process was killed in the
-    middle, the next call removes what it left, and warns with what is whole.
+    Each folder has a file ``.torchguard-checkpoint.json`` with its own name. A folder without it, a
+    copy or a renamed folder is never removed and does not count for ``keep``.
 
     Args:
         path: of the link; its folder has to exist.
         keep: how many of the newest folders stay, the new one included.
         fsync: wait until everything is on the disk, at the end of the block.
         group: a process group, True for the default one. All its ranks enter and get the same
-            folder, on a file system that all of them see: ``dcp.save(state, checkpoint_id=new)``,
-            ``accelerator.save_state(new)`` or each rank's own ``torch.save`` write into it. If a
-            rank raises, none commits and all raise. The file in the folder lists size and sha256
-            of each file. A name that ends in a digit and is free, such as ``step-10``, becomes
-            the folder itself, without a link; it is written once, and ``keep`` does not count it.
+            folder, on a file system that all of them see: ``dcp.save(state, checkpoint_id=new)``.
+            If a rank raises, none commits and all raise. The file in the folder lists size and
+            sha256 of each file. A name that ends in a digit and is free, such as ``step-10``,
+            becomes the folder itself; it is written once, and ``keep`` does not count it.
 
     Yields:
         The new folder, empty except for that file.
 
     Raises:
-        SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made: a file, a
-            folder, a link that leads elsewhere; or the block wrote no file, or ended before
-            ``dcp.async_save`` did; or this thread is inside of a block of :func:`transaction`, half
-            a step. With ``group``: another rank has raised or does not see the
-            folder, or ``path`` is such a folder (``step-10``) already.
+        SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made; or the
+            block wrote no file, or ended before ``dcp.async_save`` did; or this thread is inside of
+            a block of :func:`transaction`. With ``group``: another rank has raised or does not see
+            the folder, or ``path`` is such a folder (``step-10``) already.
         ValueError: ``keep`` is below 1.
 
     Cost:
@@ -219,7 +213,8 @@ def _commit(
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link if alone else link.with_name(f"{link.name}.{number}")
-        pointer = link.with_name(temporary_name())
+        pointer = link.with_name(".torchguard-link")
+        pointer.unlink(missing_ok=True)  # of a process that was killed
         write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
         if fsync:
@@ -292,9 +287,9 @@ def _remove_marked(folder: Path) -> None:
 
 
 def _remove_abandoned_folders(link: Path) -> list[str]:
-    """Remove the temporary folders and links of processes that are dead; return their names.
+    """Remove the temporary folders of processes that are dead; return their names.
 
-    A folder's mark says that it is ours, and a link's target; an empty one has no mark yet.
+    A folder's mark says that it is ours; an empty one has no mark yet.
     """
     removed = []
     for name in os.listdir(link.parent):
@@ -304,11 +299,6 @@ def _remove_abandoned_folders(link: Path) -> list[str]:
         # Alive, of another user, gone meanwhile, or a file system without locks.
         with contextlib.suppress(OSError):
             if path.is_symlink():
-                # A link has no lock of its own; it is made and renamed under that of the folder.
-                with locked_file(str(link.parent)):
-                    if re.fullmatch(_numbered(link), os.readlink(path)):
-                        path.unlink()
-                        removed.append(name)
                 continue
             with locked_file(str(path)):
                 written_for = marked(path).get("for")
@@ -407,11 +397,10 @@ def _manifest_part(new: Path, *, fsync: bool, group: Any) -> list[tuple[str, dic
     return found
 
 
-def sha256_of(path: Path, read: Callable[[int], object] = lambda _: None) -> str:
+def sha256_of(path: Path) -> str:
     """Return the hash of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-            read(len(chunk))
     return digest.hexdigest()

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torchguard._public import public
 from torchguard._torch import patch, tensors_loaded_by_copies
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
-from torchguard.equivalence.operands import Copy, are_apart, copy_of, memory_of
+from torchguard.equivalence.operands import are_apart
 from torchguard.errors import DamagedFileError
 from torchguard.rollback.on_error import rollback_on_error
 from torchguard.state.containers import Containers
 from torchguard.state.optimizer_state import load_optimizer
-from torchguard.state.process import roll_back
+from torchguard.state.process import DeferredSignals, roll_back
 from torchguard.state.training import Modules, containers_of
 
 _ZIP_BEGINS = b"PK\x03\x04"
@@ -35,22 +35,22 @@ _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 _NAMES = 10  # of the files in a folder, for an error
 _COMPILED = "_orig_mod."  # stands before the names of what torch.compile has wrapped
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
 @public
 def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
     """Load what was saved, from a file that is whole.
 
-    Equals ``torch.load(f, *args, **options)`` on success. torch compares no checksum: a file in
-    which a bit has changed loads without a word. This compares those that ``torch.save`` has
-    written, which reads the file once more.
+    Equals ``torch.load(f, *args, **options)`` on success. PyTorch compares no checksum, and loads a
+    file in which a bit has changed. This compares the checksums that ``torch.save`` has written.
 
     Args:
         f: a path, or a file object, which goes to ``torch.load`` as it is.
         *args: as for ``torch.load``.
-        check: compare checksums. By default they are, except with ``mmap=True``, which is asked
-            for in order not to read the whole file; its directory and sizes are checked all the
-            same. Files saved after ``torch.serialization.set_crc32_options(False)`` have none.
+        check: compare checksums. The default is to do so, except with ``mmap=True``: then only the
+            directory and the sizes are compared, so that not the whole file is read.
         **options: as for ``torch.load``.
 
     Raises:
@@ -199,11 +199,6 @@ def _cut_off(path: str, size: int) -> DamagedFileError:
 
 # ---- load_state_dict() ----
 
-_MORE_INTERRUPTS = 10  # for a user who goes on pressing Ctrl-C
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-# Has no shape to compare or to copy.
-_LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
-
 
 @public
 def load_state_dict(
@@ -216,16 +211,14 @@ def load_state_dict(
 
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
-    exception is PyTorch's, with everything that does not match in one message, and every
-    parameter, buffer, moment and group is unchanged. Tied parameters stay one parameter, with
-    ``assign=True`` too. Names and shapes are compared before the
-    first write; a load that Ctrl-C interrupts after that is finished first. If a module has
-    hooks or a loader of its own that might raise later, a copy of its tensors is kept while it
-    loads, and restored.
+    exception is PyTorch's, and every parameter, buffer, moment and group is unchanged. Tied
+    parameters stay one parameter, with ``assign=True`` too. Names and shapes are compared before
+    the first write; Ctrl-C waits from then on. If a write could fail (hooks, a loader of its own),
+    a copy of the module's tensors is kept while it loads.
 
-    An optimizer's state goes to the parameters of the same names, where both sides carry names
-    (``Adam(model.named_parameters())``, from torch 2.6 on); torch goes by position all the same.
-    If one side lacks names it goes by position too, and a warning says so.
+    An optimizer's state goes to the parameters of the same names if both sides have names
+    (``Adam(model.named_parameters())``); PyTorch goes by position. If only one side has names, it
+    goes by position, and a warning says so.
 
     Args:
         target: a module or an optimizer.
@@ -306,24 +299,25 @@ def _load_module(
 def _of_compiled(module: torch.nn.Module, state: Mapping[str, Any]) -> str | None:
     """Say what to type if the names differ only in what ``torch.compile`` puts before them."""
     try:
-        own, given = set(module.state_dict()), set(state)
+        own, given = set(module.state_dict()), set(map(str, state))
     except Exception:  # noqa: BLE001  a hook of the module; the first error is raised
         return None
-    if own == given or {n.replace(_COMPILED, "") for n in own} != {
-        str(name).replace(_COMPILED, "") for name in given
-    }:
+    bare, loaded = ({name.replace(_COMPILED, "") for name in names} for names in (own, given))
+    if own == given or bare != loaded:
         return None
-    if isinstance(getattr(module, _COMPILED[:-1], None), torch.nn.Module):
-        return "The module is compiled and the state is not: load it into model._orig_mod"
     return (
-        "The names differ in _orig_mod., which torch.compile puts before them: save "
-        "model._orig_mod.state_dict() of a compiled model, or load into the compiled model"
+        "The names differ in _orig_mod., which torch.compile puts before them: load into "
+        "model._orig_mod if the module is compiled, or save model._orig_mod.state_dict()"
     )
 
 
 def _load_whole(
     call: Callable[[], Any], module: torch.nn.Module, state: Mapping[str, Any], assign: bool
 ) -> Any:
+    held = (*module.parameters(), *module.buffers())
+    # A lazy tensor has no shape to compare, and nothing to restore.
+    if any(isinstance(each, _LAZY) for each in (*held, *state.values())):
+        return call()
     tensors = None if assign else tensors_loaded_by_copies(module)
     ties = ties_of(named_tensors(module) if tensors is None else tensors)
     if not assign:
@@ -342,21 +336,11 @@ def _load_whole(
         # accepts, such as a checkpoint of an older version, it will accept again.
         with _SkipCopies():
             call()
-    return _finish_before_interrupt(call)
-
-
-def _finish_before_interrupt(call: Callable[[], Any]) -> Any:
-    """Call what only an interrupt can make fail; after one, call it again."""
+    signals = DeferredSignals()  # only a signal can make it fail from here on
     try:
         return call()
-    except BaseException:
-        for _ in range(_MORE_INTERRUPTS):
-            try:
-                call()
-            except BaseException:  # noqa: BLE001, S112  the first one is raised
-                continue
-            break
-        raise
+    finally:
+        signals.restore_handlers()
 
 
 class _SkipCopies(TorchFunctionMode):
@@ -379,45 +363,22 @@ def _can_be_tried() -> bool:
 
 
 def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``tensor.copy_(value)`` of the same shape has no reason to raise under no_grad.
-
-    It must not need memory, meet a layout or a class that has no such copy, read what it writes in
-    another order, or warn: a warning may be an error.
-    """
+    """Whether ``tensor.copy_(value)`` of the same shape can't raise, or warn, under no_grad."""
     if type(tensor) not in _PLAIN or type(value) not in _PLAIN:
         return False
     if tensor.layout is not torch.strided or value.layout is not torch.strided:
         return False
-    contiguous, dtype = tensor.is_contiguous(), tensor.dtype
-    if tensor.is_inference() or not (contiguous or _has_no_overlap(tensor)):
+    if tensor.is_inference() or not tensor.is_contiguous():
         return False
-    same = dtype is value.dtype
+    if tensor.is_meta or value.is_meta or tensor.is_quantized or value.is_quantized:
+        return False
+    same = tensor.dtype is value.dtype
     if tensor.is_cpu and value.is_cpu:
         # Of the conversions, only that from complex to real warns.
-        if not (same or dtype.is_complex) and value.dtype.is_complex:
-            return False
-    # Elsewhere than on a CPU another dtype, and between devices another layout, needs memory.
-    elif not (same and contiguous and value.is_contiguous()) or tensor.is_meta or value.is_meta:
-        return False
-    quantized = tensor.is_quantized or (not same and value.is_quantized)
-    # The exact answer takes some microseconds a tensor.
-    return not quantized and (are_apart(tensor, value) or not _overlap(tensor, value))
-
-
-def _overlap(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    memory = memory_of(tensor)
-    return memory is not None and copy_of(value, memory) is not Copy.NO
-
-
-def _has_no_overlap(tensor: torch.Tensor) -> bool:
-    """Whether no two elements can share memory, by the sizes and strides alone."""
-    reach = 0  # the largest offset so far; the next stride has to go beyond it
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += stride * (size - 1)
-    return True
+        allowed = same or tensor.is_complex() or not value.is_complex()
+    else:  # another dtype needs memory, and between devices another layout does
+        allowed = same and value.is_contiguous()
+    return allowed and are_apart(tensor, value)
 
 
 @contextlib.contextmanager
@@ -427,26 +388,17 @@ def _rolled_back_on_error(module: torch.nn.Module, state: Mapping[str, Any]) -> 
     structure = Modules(modules).snapshot()
     containers = Containers(held for each in modules for held in containers_of(each))
     # assign=True gives the parameters of the state the requires_grad of the module's.
-    flags = [
-        (v, v.requires_grad)
-        for v in state.values()
-        if isinstance(v, torch.nn.Parameter) and not isinstance(v, _LAZY)
-    ]
+    flags = [(v, v.requires_grad) for v in state.values() if isinstance(v, torch.nn.Parameter)]
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    lazy = [(t, type(t), t.data) for t in tensors.values() if isinstance(t, _LAZY)]
 
     def restore() -> None:
-        for tensor, kind, data in lazy:
-            tensor.data, tensor.__class__ = data, kind
         structure.restore()
         containers.restore()
         for parameter, requires_grad in flags:
             parameter.requires_grad_(requires_grad)
 
     try:
-        with rollback_on_error(
-            [t for t in tensors.values() if not isinstance(t, _LAZY)], data=True
-        ):
+        with rollback_on_error(list(tensors.values()), data=True):
             yield
     except BaseException:
         roll_back(restore)

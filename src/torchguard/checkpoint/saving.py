@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,11 +35,9 @@ def save(
 
     Equals ``torch.save(obj, f, pickle_module, pickle_protocol, **options)``, byte for byte. If
     the save fails, the process is killed or the disk is full, the old file is unchanged, and the
-    exception is the one PyTorch raises. The new file is written next to the old one and replaces
-    it in one step. Memory mapped from the old file (``torch.load(mmap=True)``) stays valid.
-
+    exception is PyTorch's. Memory mapped from the old file (``torch.load(mmap=True)``) stays valid.
     If another thread writes to the tensors meanwhile, the file can mix two states, as with
-    ``torch.save``: let that thread wait, or save a copy.
+    ``torch.save``.
 
     Args:
         obj: what to save.
@@ -71,33 +69,6 @@ def save(
     refuse_inside_step("save")
     save = guard_save(patch.original("torch.save"), fsync=fsync)
     save(obj, f, pickle_module, pickle_protocol, **options)
-
-
-def save_file(
-    tensors: Mapping[str, torch.Tensor],
-    filename: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    fsync: bool = True,
-) -> None:
-    """Save tensors in the safetensors format, whole or not at all.
-
-    Equals ``safetensors.torch.save_file(tensors, filename, metadata)``; for failures see
-    :func:`save`. ``install("save")`` does the same for ``save_file`` and ``save_model``.
-
-    Raises:
-        ImportError: safetensors is not installed.
-        SaveError: as :func:`save`.
-    """
-    refuse_inside_step("save_file")
-    from safetensors.torch import save_file  # noqa: PLC0415  a package that need not be there
-
-    write: Callable[..., None] = save_file
-    path = _path_to_replace(filename)
-    if path is None:
-        write(tensors, filename, metadata)
-    else:
-        _replace(path, lambda new: write(tensors, new, metadata), fsync=fsync)
 
 
 def guard_save(original: Callable[..., None], *, fsync: bool = True) -> Callable[..., None]:

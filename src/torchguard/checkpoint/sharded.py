@@ -47,12 +47,10 @@ def load_sharded(
     """Load a checkpoint of ``torch.distributed.checkpoint``, on all ranks or on none.
 
     Equals ``dcp.load(state, checkpoint_id=path, process_group=group)`` on success, on another
-    number of ranks than saved too, with DTensors, plain tensors, nested dicts and ``Stateful``
-    objects, and in one process without a group. Before the first copy into a tensor of ``state``
-    every rank compares names, shapes, dtypes, which elements were saved, and the bytes of the
-    files that it will read: with the manifest of ``checkpoint_folder(group=)``, else with the CRC
-    of each item. Then the ranks vote. Files are read twice; host memory holds one item more than
-    ``dcp.load`` needs, at most the largest file.
+    number of ranks than saved too, and in one process without a group. Before the first copy into a
+    tensor of ``state`` every rank compares names, shapes, dtypes, which elements were saved, and
+    the bytes of the files that it will read: with the manifest of ``checkpoint_folder(group=)``,
+    else with the CRC of each item. Then the ranks vote.
 
     Args:
         state: what ``dcp.load`` takes.
@@ -295,13 +293,14 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
     To load a part of a checkpoint is what ``dcp.load`` is for, so extra names are no fault.
     """
 
-    def load(state_dict: dict[str, Any], *reader: Any, **options: Any) -> None:
-        path, planner = _local_path(options, "storage_reader", *reader), options.get("planner")
+    def load(state_dict: dict[str, Any], *older: Any, **options: Any) -> None:
+        path, planner = _local_path(options, "storage_reader", older), options.get("planner")
         if path is None or (planner is not None and type(planner) is not DefaultLoadPlanner):
-            original(state_dict, *reader, **options)
+            original(state_dict, *older, **options)
         else:
             partial = bool(getattr(planner, "allow_partial_load", False))
-            options = _with_copy_of(options, "storage_reader", *reader)
+            # DCP sets the path of a reader or a writer: that of the caller still follows a link.
+            options["storage_reader"] = copy.copy(options.get("storage_reader"))
             allowed = {"extra": True, "cast": False, "partial": partial}
             _load(original, state_dict, path, options, allowed)
 
@@ -311,57 +310,27 @@ def guard_dcp_load(original: Callable[..., None]) -> Callable[..., None]:
 def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``dcp.save`` replace a checkpoint whole, or say what to type."""
 
-    def save(state_dict: dict[str, Any], *writer: Any, **options: Any) -> Any:
-        path = _local_path(options, "storage_writer", *writer)
+    def save(state_dict: dict[str, Any], *older: Any, **options: Any) -> Any:
+        path = _local_path(options, "storage_writer", older)
         if path is None or not _is_written(path, options):
-            return original(state_dict, *writer, **options)
-        if _is_ours(path):
-            link = os.path.abspath(path)
-            # As many stay as there are, of which dcp.save() would have written over one.
-            kept = max(len(numbers(Path(link))), 1)
-            with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
-                options = _with_copy_of(options, "storage_writer", *writer)
-                return original(state_dict, **{**options, "checkpoint_id": new})
-        raise SaveError(_OVERWRITES.format(path))
+            return original(state_dict, *older, **options)
+        link = os.path.abspath(path)
+        if not (os.path.islink(link) and is_ours(Path(os.path.realpath(path)))):
+            raise SaveError(
+                f"dcp.save would write over the checkpoint in {path} file by file; a process that "
+                "is stopped meanwhile leaves none that can be loaded. Save to a new folder, or "
+                "type: with torchguard.checkpoint_folder(link, group=True) as new: "
+                "dcp.save(state, checkpoint_id=new)"
+            )
+        # As many stay as there are, of which dcp.save() would have written over one.
+        kept = max(len(numbers(Path(link))), 1)
+        with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
+            writer = copy.copy(options.get("storage_writer"))
+            return original(
+                state_dict, **{**options, "storage_writer": writer, "checkpoint_id": new}
+            )
 
     return save
-
-
-_OVERWRITES = (
-    "dcp.save would write over the checkpoint in {} file by file; a process that is stopped "
-    "meanwhile leaves none that can be loaded. Save to a new folder, or type: with "
-    "torchguard.checkpoint_folder(link, group=True) as new: dcp.save(state, checkpoint_id=new)"
-)
-
-
-def _is_ours(path: str) -> bool:
-    """Whether it is a link that :func:`checkpoint_folder` has made."""
-    return os.path.islink(os.path.abspath(path)) and is_ours(Path(os.path.realpath(path)))
-
-
-def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to write over a checkpoint that the guarded ``dcp.save`` will not replace.
-
-    It runs in another thread, or in another process, where nothing is guarded.
-    """
-
-    def async_save(state_dict: Any, **options: Any) -> Any:
-        path = _local_path(options, "storage_writer")
-        if path is not None and _is_written(path, options):
-            in_thread = getattr(options.get("async_checkpointer_type"), "value", "") != "process"
-            if not (in_thread and _is_ours(path)):
-                raise SaveError(_OVERWRITES.format(path))
-        return original(state_dict, **options)
-
-    return async_save
-
-
-def _with_copy_of(options: Mapping[str, Any], role: str, *given: Any) -> dict[str, Any]:
-    """Return options with a reader or writer of their own: DCP sets its path.
-
-    That of the caller goes on following a link. It may be ``given`` in the older order.
-    """
-    return {**options, role: copy.copy(options.get(role, *given))}
 
 
 def _is_written(path: str, options: Mapping[str, Any]) -> bool:
@@ -376,12 +345,11 @@ def _is_written(path: str, options: Mapping[str, Any]) -> bool:
     )
 
 
-def _local_path(options: Mapping[str, Any], role: str, given: Any = None, *more: Any) -> str | None:
-    """Return the folder, if the file system's own writer or reader is used."""
-    if more:  # torch refuses them
-        return None
-    storage, path = options.get(role, given), options.get("checkpoint_id")
-    if storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}:
+def _local_path(options: Mapping[str, Any], role: str, older: tuple[Any, ...]) -> str | None:
+    """Return the folder, if the file system's own writer or reader is used, given by name."""
+    storage, path = options.get(role), options.get("checkpoint_id")
+    foreign = storage is not None and type(storage) not in {FileSystemReader, FileSystemWriter}
+    if foreign or older:
         return None
     path = getattr(storage, "path", None) if path is None else path
     if not isinstance(path, (str, os.PathLike)) or "://" in str(path):

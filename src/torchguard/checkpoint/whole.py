@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,6 @@ from torchguard.errors import DamagedFileError
 METADATA = ".metadata"
 _GIT_LFS = b"version https://git-lfs"
 _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
-
-Read = Callable[[int], object]
-"""Called with the number of bytes that were read, for progress."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +59,17 @@ class CheckpointCheck:
 
 
 @public
-def verify_checkpoint(
-    path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
-) -> CheckpointCheck:
+def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
     """Say whether a checkpoint is whole: a folder, a ``.pt`` or a ``.safetensors`` file.
 
     Nothing is loaded into a model. A folder of ``checkpoint_folder(group=)`` is compared with the
-    size and sha256 of each file in its manifest; a folder of ``torch.distributed.checkpoint``
-    without one by the CRC that ``torch.save`` has put into every tensor, which does not tell
-    shards of two saves apart; both may lie deeper. Other folders are compared file by file,
-    without those that ``checkpoint_folder`` is writing. A ``.safetensors`` file has no checksums:
-    only its header and its size are compared.
-    Of a folder of DCP ``.metadata`` is unpickled, as DCP does: verify what you trust.
+    sizes and hashes in its manifest, another folder of ``torch.distributed.checkpoint`` with the
+    CRC of every tensor, which does not tell shards of two saves apart. Both may lie deeper. Other
+    files are compared one by one. A ``.safetensors`` file has no checksums: only its header and its
+    size are compared. ``.metadata`` of DCP is unpickled, as DCP does: verify what you trust.
 
     Args:
         path: a file, a folder, or a link to one.
-        progress: called with the bytes read so far and those in all.
 
     Returns:
         An object that is true if the checkpoint is whole; ``.faults`` names files and tensors.
@@ -101,14 +93,7 @@ def verify_checkpoint(
     if target.is_dir():  # a save that lets the link lead elsewhere meanwhile changes nothing here
         target = Path(os.path.realpath(target))
     files = [target] if target.is_file() else list(_files_in(target))
-    done, total = 0, sum(file.stat().st_size for file in files)
-
-    def read(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(min(done, total), total)
-
+    total = sum(file.stat().st_size for file in files)
     faults: list[str] = []
     limits: list[str] = []
     files_left = files
@@ -127,8 +112,11 @@ def verify_checkpoint(
             for file in inside
             if file.relative_to(folder).as_posix() not in {*manifest, MARK}
         ]
-        faults += _of_manifest(target, folder, manifest, read)
-    faults += _of_files(target, files_left, limits, read)
+        for name in manifest:
+            fault = manifest_fault(folder, name, manifest)
+            if fault is not None:
+                faults.append(_below(target, folder, with_tensors(folder, name, fault)))
+    faults += _of_files(target, files_left, limits)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
@@ -167,9 +155,7 @@ def manifest_of(folder: Path) -> Mapping[str, Any] | None:
     return files
 
 
-def manifest_fault(
-    folder: Path, name: str, manifest: Mapping[str, Any], read: Read = lambda _: None
-) -> str | None:
+def manifest_fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str | None:
     """Compare one file with the manifest."""
     expected = manifest.get(name)
     if expected is None:
@@ -178,22 +164,13 @@ def manifest_fault(
         size = (folder / name).stat().st_size
         if size != expected["size"]:
             return f"{name} has {size:,} bytes, expected {expected['size']:,}"
-        if sha256_of(folder / name, read) != expected["sha256"]:
+        if sha256_of(folder / name) != expected["sha256"]:
             return f"{name} does not hold what was written: its sha256 is another"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} can't be read: {error}"
     return None
-
-
-def _of_manifest(
-    target: Path, folder: Path, manifest: Mapping[str, Any], read: Read
-) -> Iterator[str]:
-    for name in manifest:
-        fault = manifest_fault(folder, name, manifest, read)
-        if fault is not None:
-            yield _below(target, folder, with_tensors(folder, name, fault))
 
 
 def metadata_files(folder: Path) -> list[Path]:
@@ -206,7 +183,6 @@ def item_faults(
     folder: Path,
     items: Iterable[tuple[Any, Any]] | None = None,
     *,
-    read: Read = lambda _: None,
     limits: list[str] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong in a folder of DCP by the CRC of each item, with the tensor's name.
@@ -237,7 +213,6 @@ def item_faults(
         except OSError as error:
             yield f"{place.relative_path} can't be read ({name}): {error}", name
             continue
-        read(len(piece))
         if len(piece) != place.length:
             yield f"{place.relative_path} ends before {name} does", name
         elif (fault := _zip_fault(io.BytesIO(piece))) is not None:
@@ -288,7 +263,7 @@ def _has_checksums(file: Path | io.BytesIO) -> bool:
         return all(record.CRC or not record.file_size for record in archive.infolist())
 
 
-def _of_files(target: Path, files: list[Path], limits: list[str], read: Read) -> Iterator[str]:
+def _of_files(target: Path, files: list[Path], limits: list[str]) -> Iterator[str]:
     """Compare files without a manifest; those of DCP by folder, as ``.metadata`` says."""
     for folder in sorted({file.parent for file in files if _is_of_dcp(file)}):
         if not metadata_files(folder):
@@ -296,11 +271,11 @@ def _of_files(target: Path, files: list[Path], limits: list[str], read: Read) ->
         elif any(folder.glob(f"*{METADATA}.tmp")):  # DCP renames it when a save ends
             yield f"{folder} has {METADATA}.tmp: a save into it was stopped before its end"
         else:
-            for fault, _ in item_faults(folder, read=read, limits=limits):
+            for fault, _ in item_faults(folder, limits=limits):
                 yield _below(target, folder, fault)
     for file in files:
         if not _is_of_dcp(file):
-            yield from _of_file(file, limits, read)
+            yield from _of_file(file, limits)
 
 
 def _is_of_dcp(file: Path) -> bool:
@@ -328,7 +303,7 @@ def _is_of_torch(file: Path) -> bool:
     return False
 
 
-def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
+def _of_file(path: Path, limits: list[str]) -> Iterator[str]:
     if path.suffix == ".safetensors" and find_spec("safetensors") is None:
         limits.append(f"{path.name} was not read: type pip install safetensors")
     elif path.suffix == ".safetensors":
@@ -351,7 +326,6 @@ def _of_file(path: Path, limits: list[str], read: Read) -> Iterator[str]:
             yield f"{path} can't be read: {error}"
     else:
         limits.append(f"{path.name} was not read: no format that is known here")
-    read(path.stat().st_size)
 
 
 def _missing_files(index: Path) -> Iterator[str]:

@@ -29,22 +29,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     from torchguard import verify_checkpoint  # noqa: PLC0415 - imports torch
 
-    status, progress = 0, _progress if sys.stderr.isatty() else None
+    status = 0
     for path in options.paths:
         try:
-            found = verify_checkpoint(path, progress=progress)
+            found = verify_checkpoint(path)
         except FileNotFoundError as error:
             sys.stderr.write(f"{error}\n")
             status = 2
             continue
         except KeyboardInterrupt:
             return interrupted("verify")
-        if progress is not None:
-            sys.stderr.write("\n")
         write(f"{found}\n")
         status = max(status, int(not found))
     return status
-
-
-def _progress(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")

@@ -231,8 +231,3 @@ def changed() -> None:
             ForkingPickler.register(kind, now)
     if now not in _reducers:  # what the guard has made is wrapped once more
         _reducers.append(now)
-
-
-def not_needed() -> str | None:
-    """Return None: every release so far has the defects, and to try the first makes torch warn."""
-    return None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from torchguard._torch import (
@@ -32,6 +29,7 @@ from torchguard.checkpoint.loading import guard_load, guard_module_load, guard_o
 from torchguard.checkpoint.saving import guard_commit, guard_save, guard_serialize_file
 from torchguard.checkpoint.ties import guard_to_empty
 from torchguard.checks import api as checks
+from torchguard.checks.calls import SWITCH as CHECKS_SWITCH
 from torchguard.interop import numpy_memory
 from torchguard.rollback import out, overlap, recompute, resize
 from torchguard.rollback.out import guard_out
@@ -58,8 +56,8 @@ class Guard:
     replacements: Callable[[], patch.Replacements]
     """Paths to replace, each with what makes the replacement from the original."""
 
-    not_needed: Callable[[], str | None] = lambda: None
-    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
+    not_needed: Callable[[], str | None] | None = lambda: None
+    """Why this torch does not need the guard, or None if it does; None: ask its self-tests."""
 
     in_modules: Mapping[str, patch.Replacements] = field(default_factory=dict)
     """Paths to replace as soon as a module is imported, by that module's name."""
@@ -133,20 +131,6 @@ _RESIZE: patch.Replacements = {
 }
 
 
-def _resize_not_needed() -> str | None:
-    tensor = torch.from_numpy(np.zeros(1))  # on the CPU, whatever the default device is
-    resize_ = patch.original("torch.Tensor.resize_")
-    for size in ((5,), (-1,)):
-        try:
-            resize_(tensor, size)
-        except RuntimeError:
-            if tuple(tensor.shape) != (1,):
-                return None
-    if torch.zeros(1, device="cpu").share_memory_().untyped_storage().resizable():
-        return None  # growing it would end the process, so it is not tried
-    return "a resize_ that fails leaves the tensor as it was on this torch"
-
-
 _OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
 
 # What torch.norm, torch.tensordot and torch.chain_matmul, written in Python, hand
@@ -165,16 +149,6 @@ def _out_replacements() -> patch.Replacements:
     ]
     paths += paths_behind_python(*_OUT_BEHIND_PYTHON)
     return dict.fromkeys(paths, guard_out)
-
-
-def _out_not_needed() -> str | None:
-    out = torch.from_numpy(np.empty(0))
-    try:
-        patch.original("torch.add")(torch.from_numpy(np.zeros(5)), 1, out=out)
-    except RuntimeError:
-        if tuple(out.shape) != (0,):
-            return None
-    return "an out= call that fails leaves its output as it was on this torch"
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -206,23 +180,9 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "fsspec.implementations.local": {
         "fsspec.implementations.local.LocalFileOpener.commit": guard_commit,
     },
-    _DCP: _dcp_paths("state_dict_saver", "save", "async_save"),
+    _DCP: _dcp_paths("state_dict_saver", "save"),
 }
 _LOAD_IN_PACKAGES = {_DCP: _dcp_paths("state_dict_loader", "load")}
-
-
-def _save_not_needed() -> str | None:
-    """Save twice: a file that is replaced is another file afterwards."""
-    save = patch.original("torch.save")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "probe.pt")
-        save(0, path)
-        before = path.stat().st_ino
-        with path.open("rb"):  # so that its number is not used again
-            save(0, path)
-            if path.stat().st_ino == before:
-                return None
-    return "torch.save replaces a file whole on this torch"
 
 
 _LOAD = {
@@ -233,54 +193,34 @@ _LOAD = {
 }
 
 
-def _load_not_needed() -> str | None:
-    """Load a state whose last tensor does not fit."""
-    module = torch.nn.LayerNorm(1, device="cpu")  # initializes without random numbers
-    load_state_dict = patch.original("torch.nn.Module.load_state_dict")
-    state = {"weight": torch.full((1,), 77.0), "bias": torch.ones(9)}
-    try:
-        load_state_dict(module, state)
-    except RuntimeError:
-        if module.weight.item() == 77.0:  # noqa: PLR2004
-            return None
-    return "a load_state_dict that fails leaves the module as it was on this torch"
-
-
-def _of_room(name: str, room: Any) -> Guard:
-    """Make the row of a guard that a module describes."""
-    names = {"switch": "SWITCH", "in_modules": "IN_MODULES", "changed": "changed", "ended": "ended"}
-    given = {key: getattr(room, name) for key, name in names.items() if hasattr(room, name)}
-    return Guard(name, room.replacements, room.not_needed, **given)
-
-
-def _nothing() -> patch.Replacements:
-    return {}
-
-
-# In the order in which they lie on a path that several replace: the last is called first.
+# In the order in which they lie on a path that several replace: the last is called first. Where
+# nothing is tried, every torch so far needs the guard, and it changes nothing if that is not so.
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
-        Guard("resize", lambda: _RESIZE, _resize_not_needed, switch=resize.SWITCH),
-        Guard("out", _out_replacements, _out_not_needed, switch=out.SWITCH),
-        _of_room("overlap", overlap),
-        _of_room("checks", checks),
-        # Every torch so far needs it, and where Dynamo's note is right it changes nothing.
+        Guard("resize", lambda: _RESIZE, switch=resize.SWITCH),
+        Guard("out", _out_replacements, None, switch=out.SWITCH),
+        Guard("overlap", overlap.replacements, None, switch=overlap.SWITCH),
         Guard(
-            "setitem", _nothing, in_modules={DYNAMO: setitem_replacements()}, switch=SETITEM_SWITCH
+            "checks",
+            checks.replacements,
+            in_modules=checks.IN_MODULES,
+            changed=checks.changed,
+            ended=checks.ended,
+            switch=CHECKS_SWITCH,
         ),
+        Guard("setitem", dict, in_modules={DYNAMO: setitem_replacements()}, switch=SETITEM_SWITCH),
         Guard(
             "slice_scatter",
-            _nothing,
+            dict,
             slice_scatter_not_needed,
             in_modules={DYNAMO: slice_scatter_replacements()},
         ),
-        # Every torch so far compiles something wrong, and to try it takes seconds.
         Guard("verified", lambda: {"torch.compile": guard_compile}),
-        Guard("save", lambda: _SAVE, _save_not_needed, in_modules=_SAVE_IN_PACKAGES),
-        Guard("load", lambda: _LOAD, _load_not_needed, in_modules=_LOAD_IN_PACKAGES),
-        _of_room("numpy", numpy_memory),
-        _of_room("recompute", recompute),
+        Guard("save", lambda: _SAVE, in_modules=_SAVE_IN_PACKAGES),
+        Guard("load", lambda: _LOAD, in_modules=_LOAD_IN_PACKAGES),
+        Guard("numpy", numpy_memory.replacements, changed=numpy_memory.changed),
+        Guard("recompute", recompute.replacements, None, in_modules=recompute.IN_MODULES),
     )
 }
 """Every guard that ``install()`` knows, by name."""

@@ -27,7 +27,7 @@ from torchguard._torch import (
 )
 from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
-from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard, GuardName
+from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 from torchguard.patching.warning_lines import show_warnings_at_callers, show_warnings_where_raised
 
@@ -267,9 +267,7 @@ def enter(names: tuple[str, ...]) -> tuple[str, ...]:
             held = tuple(name for name in names if name in _in_place)
             missing = [name for name in names if name not in held and name not in _left_out]
             if not missing:
-                for name in held:
-                    _scopes[name] += 1
-                    GUARDS[name].on.on += 1
+                _count_scopes(held, 1)
                 return held
         _prepare_scope(missing)
 
@@ -282,14 +280,10 @@ def _prepare_scope(missing: Iterable[str]) -> None:
     with patch.lock:
         _left_out.update(not_needed)
         reasons, new = _put_in_place([name for name in missing if name not in not_needed])
-        for name in new:
-            _scopes[name] += 1  # so that no other thread removes it while it is tried
-            GUARDS[name].on.on += 1
+        _count_scopes(new, 1)  # so that no other thread removes one while it is tried
     reasons |= _try_new(new)
     with patch.lock:
-        for name in new:
-            _scopes[name] -= 1
-            GUARDS[name].on.on -= 1
+        _count_scopes(new, -1)
         _left_out.update(reasons)
     _warn_of(reasons)
 
@@ -303,9 +297,13 @@ def leave(held: tuple[str, ...], *, failed: bool) -> None:
                 ended(failed=failed)
     finally:
         with patch.lock:
-            for name in held:
-                _scopes[name] -= 1
-                GUARDS[name].on.on -= 1
+            _count_scopes(held, -1)
+
+
+def _count_scopes(names: Iterable[str], change: int) -> None:
+    for name in names:
+        _scopes[name] += change
+        GUARDS[name].on.on += change
 
 
 # ---- one guard ----
@@ -315,14 +313,20 @@ def _not_needed(names: Iterable[str]) -> dict[str, str]:
     """Try the defects of guards that are not in place; return why some are not needed."""
     # Not under the lock: a trial may import Dynamo, for which another thread may hold the lock of
     # Python's while it wants ours.
-    reasons = {name: _reason(GUARDS[name]) for name in names if name not in _in_place}
+    reasons = {name: _why_not_needed(name) for name in names if name not in _in_place}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _reason(guard: Guard) -> str | None:
+def _why_not_needed(name: str) -> str | None:
     try:
         with computing_unseen():  # the modes of the program see none of it
-            return guard.not_needed()
+            own = GUARDS[name].not_needed
+            if own is not None:
+                return own()
+            for tests in (SELF_TESTS, *LATER_SELF_TESTS.values()):
+                if name in tests and tests[name]() is not None:
+                    return None
+            return "its self-test passes on this torch without it"
     except Exception:  # noqa: BLE001  a trial that can't be made: the self-test says what is wrong
         return None
 
@@ -453,7 +457,7 @@ def _module_was_imported(module: ModuleType) -> None:
         for name in concerned:
             # Several may hold it: it stays if one of them wants it on a torch that is right.
             anyway = any(not each._only_if_needed for each in _installed.get(name, ()))
-            not_needed = None if anyway or not is_dynamo else _reason(GUARDS[name])
+            not_needed = None if anyway or not is_dynamo else _why_not_needed(name)
             if name in _in_place and not_needed is not None:
                 _take_off(name, not_needed)
             reason = _replace(name) if name in _in_place else None

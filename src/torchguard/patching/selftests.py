@@ -45,55 +45,54 @@ SelfTest = Callable[[], str | None]
 """Returns None if the guard protects, else one sentence that says what is not protected."""
 
 _CPU: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever the defaults are
+_FIVE = torch.ones(5, **_CPU)
+_RESIZES: dict[str, Callable[[Any], object]] = {
+    "torch.Tensor.resize_": lambda t: t.resize_(5),
+    "torch.Tensor.resize_as_": lambda t: t.resize_as_(_FIVE),
+    "torch.resize_as_": lambda t: torch.resize_as_(t, _FIVE),
+    "torch.Tensor.set_": lambda t: t.set_(t.untyped_storage(), 0, (5,), (1,)),
+}
+_WRITES: dict[str, Callable[[Any], object]] = {
+    "torch.add": lambda out: torch.add(_FIVE, 1, out=out),
+    "torch.norm": lambda out: torch.norm(_FIVE, dim=0, out=out),
+    "torch.linalg.vector_norm": lambda out: torch.linalg.vector_norm(_FIVE, out=out),
+    "torch.special.expit": lambda out: torch.special.expit(_FIVE, out=out),
+    "torch.fft.fftfreq": lambda out: torch.fft.fftfreq(5, out=out),
+    "torch.nn.functional.softplus": lambda out: F.softplus(_FIVE, out=out),  # type: ignore[call-arg]
+}
 
 
 def _resize() -> str | None:
-    ways: tuple[tuple[str, Callable[[Any], object]], ...] = (
-        ("torch.Tensor.resize_", lambda t: t.resize_(5)),
-        ("torch.Tensor.resize_as_", lambda t: t.resize_as_(torch.ones(5, **_CPU))),
-        ("torch.resize_as_", lambda t: torch.resize_as_(t, torch.ones(5, **_CPU))),
-        ("torch.Tensor.set_", lambda t: t.set_(t.untyped_storage(), 0, (5,), (1,))),
-    )
-    for path, resize in ways:
-        if not patch.exists(path):
-            continue
+    for path, resize in _RESIZES.items():
         fixed = torch.from_numpy(np.ones(1))  # its memory can't grow
-        weight = torch.ones(1, **_CPU, requires_grad=True)
-        loss = (weight * fixed).sum()
-        try:
-            resize(fixed)
-        except RuntimeError:
+        loss = (torch.ones(1, **_CPU, requires_grad=True) * fixed).sum()
+        if _raises(RuntimeError, lambda: resize(fixed), path):  # noqa: B023
             if tuple(fixed.shape) != (1,):
                 return f"{path}() that raises leaves the tensor with the new shape"
-            try:
-                loss.backward()
-            except RuntimeError:
+            if _raises(RuntimeError, loss.backward):
                 return f"autograd takes a {path}() that raises for a write to the tensor"
     return None
 
 
 def _out() -> str | None:
-    ways: tuple[tuple[str, Callable[[Any], object]], ...] = (
-        ("torch.add", lambda out: torch.add(torch.ones(5, **_CPU), 1, out=out)),
-        ("torch.norm", lambda out: torch.norm(torch.ones(5, **_CPU), dim=0, out=out)),
-        ("torch.linalg.vector_norm", lambda out: torch.linalg.vector_norm(_FIVE, out=out)),
-        ("torch.special.expit", lambda out: torch.special.expit(_FIVE, out=out)),
-        ("torch.fft.fftfreq", lambda out: torch.fft.fftfreq(5, out=out)),
-        ("torch.nn.functional.softplus", lambda out: F.softplus(_FIVE, out=out)),  # type: ignore[call-arg]
-    )
-    for path, write in ways:
-        if not patch.exists(path):
-            continue
+    for path, write in _WRITES.items():
         out = torch.from_numpy(np.empty(0))
-        try:
-            write(out)
-        except RuntimeError:
-            if tuple(out.shape) != (0,):
-                return f"{path}(out=) that raises leaves its output with the new shape"
+        raised = _raises(RuntimeError, lambda: write(out), path)  # noqa: B023
+        if raised and tuple(out.shape) != (0,):
+            return f"{path}(out=) that raises leaves its output with the new shape"
     return None
 
 
-_FIVE = torch.ones(5, **_CPU)
+def _raises(expected: type[Exception], call: Callable[[], object], path: str = "") -> bool:
+    """Whether a call raises this, and not PyTorch's own; without the path's function it can't."""
+    try:
+        if not path or patch.exists(path):
+            call()
+    except expected:
+        return True
+    except Exception:  # noqa: BLE001, S110  PyTorch's own error
+        pass
+    return False
 
 
 def _overlap() -> str | None:
@@ -159,34 +158,17 @@ def _checks() -> str | None:
     return None
 
 
-def _raises(expected: type[Exception], call: Callable[[], object]) -> bool:
-    try:
-        try:
-            call()
-        finally:
-            _WEIGHT.cpu()  # of other devices the values are read when one leaves them
-    except expected:
-        return True
-    except Exception:  # noqa: BLE001, S110  PyTorch's own error
-        pass
-    return False
-
-
 def _checks_compiled() -> str | None:
     def look_up(weight: Any, index: Any) -> Any:
         return torch.gather(weight, 0, index)
 
     graphs: list[Any] = []
-    try:
-        _compiled(look_up, graphs)(_WEIGHT, _FAR[None])
-        _WEIGHT.cpu()
-    except IndexOutOfRangeError:
-        if compiles_apart("checks"):
-            return None
-        return "what was compiled without checks stays without them"
-    except Exception:  # noqa: BLE001, S110  PyTorch's own error
-        pass
-    return "an index out of range is not checked in compiled code" if graphs else None
+    compiled = _compiled(look_up, graphs)
+    if not _raises(IndexOutOfRangeError, lambda: compiled(_WEIGHT, _FAR[None])):
+        return "an index out of range is not checked in compiled code" if graphs else None
+    if compiles_apart("checks"):
+        return None
+    return "what was compiled without checks stays without them"
 
 
 # ---- files ----
@@ -230,12 +212,8 @@ def _load() -> str | None:
             return None
         path = folder / "empty.pt"
         path.touch()
-        try:
-            torch.load(path, weights_only=True)
-        except DamagedFileError:
+        if _raises(DamagedFileError, lambda: torch.load(path, weights_only=True)):
             return None
-        except Exception:  # noqa: BLE001, S110  PyTorch's own error
-            pass
     return "torch.load() of an empty file does not say what is wrong with it"
 
 
@@ -267,20 +245,14 @@ def _numpy() -> str | None:
             return f"a tensor that torch.{name}() has made writes to a read-only array"
     buffer = bytearray(8)
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    try:
-        buffer.clear()
-    except BufferError:
-        del tensor
-    else:
+    if not _raises(BufferError, buffer.clear):
         return "torch.frombuffer() does not keep its buffer open"
     tensor = torch.zeros(1, **_CPU)
     array = tensor.numpy()
-    try:
-        tensor.share_memory_()
-    except SharedViewError:
-        del array
-        return None
-    return "Tensor.share_memory_() frees memory that a numpy array is a view of"
+    if not _raises(SharedViewError, tensor.share_memory_):
+        return "Tensor.share_memory_() frees memory that a numpy array is a view of"
+    del array  # it has been held until here
+    return None
 
 
 # ---- recompute ----
@@ -349,15 +321,12 @@ def _verified_compiled() -> str | None:
 
 def _tried(test: SelfTest) -> str | None:
     """Run a test whatever the thread's modes are; what raises does not protect."""
-    modes: tuple[contextlib.AbstractContextManager[Any], ...] = (
+    with (
         trial(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
-    )
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+    ):
         try:
             return test()
         except Exception as error:  # noqa: BLE001  a name that is gone may raise anything

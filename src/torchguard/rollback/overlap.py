@@ -228,12 +228,3 @@ def replacements() -> patch.Replacements:
                 if writes_it or has_python_out(function) or name.endswith("_copy"):
                     found[f"{module.__name__}.{name}"] = guard_function if writes_it else guard_out
     return found
-
-
-def not_needed() -> str | None:
-    """Try the defect: ``x -= x[:, :1]``."""
-    x = torch.arange(12.0, device="cpu").reshape(3, 4)
-    expected = x - x[:, :1]
-    patch.original("torch.Tensor.sub_")(x, x[:, :1])
-    right = "an operation that reads what it writes is right on this torch"
-    return right if x.equal(expected) else None

@@ -384,13 +384,6 @@ def replacements() -> dict[str, patch.Make]:
 IN_MODULES = {module: {path: guard_generator} for module, path in IMPORTED_BY.items()}
 
 
-def not_needed() -> str | None:
-    """Try the defect in both modes, the one that imports Dynamo last."""
-    if runs_again_as_first(reentrant=True) and runs_again_as_first(reentrant=False):
-        return "a checkpointed block runs again as it ran first on this torch"
-    return None
-
-
 class _Enough(Exception):  # noqa: N818  ends a backward early
     """A block has begun its second run."""
 

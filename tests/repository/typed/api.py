@@ -25,11 +25,9 @@ def mutation() -> None:
     assert_type(torchguard.safe_resize_(t, 2, 2), torch.Tensor)
     assert_type(torchguard.safe_resize_(t, (2, 3)), torch.Tensor)
     assert_type(torchguard.safe_resize_(t, torch.Size([2, 3])), torch.Tensor)
-    torchguard.safe_resize_(t, 1, 1, 2, 2, memory_format=torch.channels_last)
     assert_type(torchguard.safe_resize_as_(t, torch.zeros(3)), torch.Tensor)
     assert_type(torchguard.safe_set_(t, torch.zeros(6), 0, (2, 3), (3, 1)), torch.Tensor)
     assert_type(torchguard.safe_set_(t), torch.Tensor)
-    torchguard.safe_set_(t, torch.zeros(6).untyped_storage())
     torchguard.safe_checkpoint(torch.sin, t, use_reentrant=True, preserve_rng_state=False)
     with torchguard.rollback_on_error(t, torch.zeros(2), data=True):
         t.resize_(3)
@@ -55,12 +53,8 @@ def buckets() -> None:
     assert_type(
         torchguard.Buckets.fit(lengths, 2, cost="quadratic", maximum=64), torchguard.Buckets
     )
-    torchguard.Buckets.fit({3: 1.0, 9: 2.0}, 2, cost=lambda size: size**1.5)
     assert_type(ladder.bucket_for(5), int)
     assert_type(ladder.waste(lengths, "linear"), float)
-    assert_type(ladder.sizes, tuple[int, ...])
-    assert_type(len(ladder), int)
-    assert_type(torchguard.Buckets.fit(lengths, batch_size=2), torchguard.Buckets)
 
     x = torch.ones(2, 5)
     padded = torchguard.pad_to_bucket(x, 1, ladder, value=-1, side="left")
@@ -88,8 +82,6 @@ def bucketed() -> None:
     )
     assert_type(wrapped(torch.ones(2, 5)), torch.Tensor)
     assert_type(wrapped.stats(), torchguard.BucketedStats)
-    assert_type(wrapped.stats().compiled, bool)
-    assert_type(wrapped.stats().seen, dict[Any, int])
     wrapped.warmup(torch.ones(2, 16))
     wrapped.verify(torch.ones(2, 5))
 
@@ -98,7 +90,6 @@ def bucketed() -> None:
         return x + times
 
     assert_type(decorated(torch.ones(2, 5), times=2), torch.Tensor)
-    assert_type(decorated.stats().calls, int)
 
     # The mask is made: the caller need not give it.
     def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -130,7 +121,6 @@ def verification() -> None:
 
     assert_type(doubled(torch.ones(2), times=2), torch.Tensor)
     assert_type(doubled.stats(), torchguard.VerificationReport)
-    assert_type(doubled.stats().verified, int)
 
     @torchguard.verified
     def tripled(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +134,6 @@ def verification() -> None:
     named: torchguard.Verified[..., torch.Tensor] = tripled
     del named
     assert_type(torchguard.verification_report(), torchguard.VerificationReport)
-    assert_type(torchguard.verification_report().seconds, float)
     assert_type(torchguard.verification_report().graphs[0], torchguard.GraphRecord)
 
 
@@ -154,7 +143,6 @@ def patching() -> None:
     assert_type(installation.names, tuple[str, ...])
     assert_type(installation.skipped, dict[str, str])
     assert_type(torchguard.installed(), tuple[str, ...])
-    assert_type("out" in torchguard.installed(), bool)
     installation.uninstall()
     assert_type(torchguard.events(), tuple[torchguard.Event, ...])
     with torchguard.install() as entered:
@@ -167,10 +155,7 @@ def patching() -> None:
 def examination() -> int:
     report = torchguard.doctor(only=["resize-locked"])
     assert_type(report, torchguard.DoctorReport)
-    for row in report.rows:
-        assert_type(row.id, str)
-        status: str = row.bare.status
-        del status
+    assert_type(report.rows[0].id, str)
     assert_type(report.exit_status, int)
     return report.exit_status
 
@@ -217,10 +202,6 @@ def errors() -> None:
     kinds: tuple[type[torchguard.TorchGuardError], ...] = (
         torchguard.InconsistentTensorError, torchguard.PaddingLeakError,
         torchguard.DamagedFileError, torchguard.UnrecoverableStepError,
-        torchguard.errors.MiscompilationError, torchguard.errors.NonResizableStorageError,
-        torchguard.errors.PatchConflictError,
-        torchguard.errors.PeerFailedError, torchguard.errors.ReadOnlyMemoryError,
-        torchguard.errors.SaveError, torchguard.errors.SharedViewError,
     )  # fmt: skip
     warning: type[UserWarning] = torchguard.MiscompilationWarning
     warning = torchguard.OverlapWarning

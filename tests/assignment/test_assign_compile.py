@@ -98,19 +98,6 @@ def test_a_value_with_a_row_for_each_hit_in_one_graph() -> None:
     assert_one_graph_is_as_eager(indices, base(), values, backend="aot_eager")
 
 
-def test_index_and_value_may_come_from_outside_or_inside() -> None:
-    def function(t: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> Any:
-        out = sliced_assign(t, (index + 0, slice(1, t.shape[1])), value * 2)
-        return out, out.requires_grad
-
-    t, index = base(requires_grad=False), torch.tensor([2, 0])
-    value = torch.ones(2, 3, requires_grad=True)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    found, expected = compiled(t, index, value), function(t, index, value)
-    assert torch.equal(found[0], expected[0])
-    assert found[1] is expected[1] is True
-
-
 def test_in_place_the_result_and_every_alias_is_right() -> None:
     def function(t: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
         out = sliced_assign_(t, (slice(None), [0, 2]), value)

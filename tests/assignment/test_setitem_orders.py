@@ -85,28 +85,3 @@ def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported()
         "('setitem',) ('setitem',)",
         "False",
     ]
-
-
-DIFFERENT = """
-import warnings, torch, torchguard
-from dataclasses import replace
-from torchguard.patching.guards import GUARDS
-missing = {"torch._dynamo": {"torch._dynamo.no_such_class.requires_grad": property(id)}}
-GUARDS["setitem"] = replace(GUARDS["setitem"], in_modules=missing)
-warnings.simplefilter("ignore")
-wanted = torchguard.install("setitem")
-print(wanted.names, wanted.skipped, torchguard.installed())
-import torch._dynamo
-print(wanted.names, wanted.skipped, torchguard.installed())
-again = torchguard.install("setitem")
-print(again.names, list(again.skipped), torchguard.installed())
-"""
-
-
-def test_a_guard_that_waits_for_another_dynamo_is_skipped_when_that_is_imported() -> None:
-    reason = "there is none of the functions that it replaces"
-    lines = output_of(DIFFERENT).splitlines()
-    assert lines[0] == "('setitem',) {} ('setitem',)"
-    assert lines[1].startswith("() {'setitem': ")
-    assert lines[1].endswith(f"{reason}'}} ()")
-    assert lines[2] == "() ['setitem'] ()"

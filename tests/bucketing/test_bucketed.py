@@ -100,30 +100,11 @@ class TestWhatReachesTheCompiler:
         wrapped(torch.ones(3))
         assert seen == [{"backend": backend, "dynamic": False}]
 
-    def test_a_call_inside_a_compiled_function_breaks_its_graph(self, backend: Counting) -> None:
-        wrapped = wrap(double, compile={"backend": backend})
-
-        @torch.compile(backend="eager", dynamic=False)
-        def outer(x: torch.Tensor) -> Any:
-            return wrapped(x + 1) + 1
-
-        assert torch.equal(outer(torch.ones(3)), torch.full((3,), 5.0))
-        assert backend.graphs == [[(4,)]]
-
 
 class TestCalls:
     def test_above_the_largest_bucket_name_axis_size_and_argument(self) -> None:
         with pytest.raises(ValueError, match="axis 't' is 17 in x, but the largest bucket is 16"):
             wrap(double)(torch.ones(17))
-
-    def test_masks_and_lengths_that_the_function_insists_on_are_made(self) -> None:
-        def total(x: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-            return (x * m).sum(1) / n
-
-        wrapped = wrap(total, dims={"x": {1: "t"}}, mask="m", lengths="n", compile=EAGER)
-        for length in (5, 8):
-            x = torch.randn(2, length)
-            torch.testing.assert_close(wrapped(x), x.mean(1))
 
 
 class TestStatistics:

@@ -5,7 +5,6 @@ Shapes: B batch, T time, D features, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,34 +82,6 @@ def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
         torch.testing.assert_close(found, model(x))
     same_values_and_gradients(model, wrapped, inputs[0])
     assert wrapped.stats().graphs == 1
-
-
-class Recurrent(nn.Module):
-    """A tagger on packed sequences, of which a part is not recurrent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tagger: Any = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Tanh())
-        self.gru = nn.GRU(8, 4, batch_first=True)
-
-    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> Any:
-        hidden = self.tagger(ids)
-        packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True)
-        return self.gru(packed)[1]
-
-
-def test_a_part_of_a_model_in_front_of_packed_sequences() -> None:
-    model = Recurrent()
-    other = copy.deepcopy(model)
-    other.tagger = in_time(other.tagger, compile=AOT)
-    for lengths in ([7, 5], [14, 3]):
-        ids = torch.randint(0, 20, (2, lengths[0]))
-        expected, found = model(ids, torch.tensor(lengths)), other(ids, torch.tensor(lengths))
-        torch.testing.assert_close(found, expected)
-        same_gradients(
-            found.square().sum(), expected.square().sum(), model.parameters(), other.parameters()
-        )
-    assert other.tagger.stats().graphs == 2
 
 
 def test_flex_attention() -> None:

@@ -126,38 +126,6 @@ class TestWhatIsCompared:
             assert int(module.steps) == 2  # the run without data counts nothing
             assert module.steps._version == 2
 
-    @pytest.mark.parametrize("removes", [False, True])
-    def test_hooks_go_back_with_the_attributes_that_tell_of_them(self, removes: bool) -> None:
-        class Recording(nn.Module):
-            """As transformers with output_hidden_states: hooks are registered at the first call."""
-
-            installed = False
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(3, 3)
-                self.first = self.linear.register_forward_hook(lambda *_: None)
-                self.linear.register_forward_hook(lambda *_: None)
-
-            def forward(self, x: torch.Tensor) -> Any:
-                if not self.installed:
-                    if removes:
-                        self.first.remove()
-                    self.linear.register_forward_hook(lambda *args: self.seen.append(args[2]))
-                    self.installed = True
-                self.seen: list[torch.Tensor] = []
-                return self.linear(x), tuple(self.seen)
-
-        for options in WAYS:
-            module = Recording()
-            before = list(module.linear._forward_hooks)
-            wrapped = in_time(module, **options)
-            for length in (5, 12, 7):
-                _, seen = wrapped(torch.randn(2, length, 3))
-                assert [each.shape for each in seen] == [(2, length, 3)]
-            now = list(module.linear._forward_hooks)
-            assert now[:-1] == before[removes:]
-
     def test_a_module_without_its_sizes_becomes_what_it_becomes(self) -> None:
         module = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
         x = torch.randn(2, 5, 3)
@@ -186,40 +154,22 @@ class TestAProofOfItsOwn:
         ("function", "first", "then"),
         [
             (lambda x, mode: x - x.mean() if mode else x, np.False_, np.True_),
-            (lambda x, mode: x - x.mean() if mode else x, np.int64(0), np.int64(2)),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, "none", "mean"),
             (lambda x, mode: x - x.mean() if mode == "mean" else x, Name("none"), Name("mean")),
             (lambda x, weight: x + weight * (x + 1).mean(), 0.0, 0.5),
-            (lambda x, weight: x + (1 - weight) * (x + 1).mean(), 1.0, 0.5),
-            (lambda x, weight: x + weight * (x + 1).mean(), np.float64(0), np.float64(0.5)),
-            (lambda x, then: x - then(x), torch.tanh, torch.mean),
             (lambda x, then: x - then(x), lambda x: x.tanh(), lambda x: x.mean()),
-            (
-                lambda x, then: x - then(x),
-                functools.partial(torch.tanh),
-                functools.partial(torch.mean),
-            ),
             (
                 lambda x, then: then(x),
                 functools.partial(centred, other=1),
                 functools.partial(centred, by=1),
             ),
             (lambda x, layers: layers(x), *map(nn.Sequential, (nn.ELU(), nn.Softmax(1)))),
-            (lambda x, kind: kind(1)(x), nn.ELU, nn.Softmax),
             (lambda x, layer: layer(x), nn.ELU(), nn.Softmax(1)),
             (lambda x, w: x + x.mean() if w is True else x, 1, True),
             (lambda x, w: x + x.mean() if w is Share.ALL else x, Share.HALF, Share.ALL),
-            (lambda x, w: x + x.mean() if w[0] is True else x, [1], [True]),
-            (lambda x, scale: x if scale is None else x - scale * x.mean(), None, 0.5),
             (lambda x, scale: x if scale is None else x - scale * x.mean(), None, torch.ones(())),
             (lambda x, m: x + x.mean().clamp(max=m), -math.inf, 0.5),
-            (lambda x, weight: x + (weight.real * x).mean(), 0j, 1 + 0j),
             (lambda x, names: x - x.mean() if "mean" in names else x, {"sum"}, {"mean"}),
-            (
-                lambda x, shape: x + (x.mean() if 3 in shape else 0),
-                torch.Size([2]),
-                torch.Size([3]),
-            ),
         ],
     )
     def test_belongs_to_a_value(self, function: Any, first: Any, then: Any) -> None:

@@ -20,10 +20,6 @@ from torchguard import _torch, bucketed
 EAGER: Any = {"backend": "eager"}
 
 
-def _squares(x: torch.Tensor) -> torch.Tensor:
-    return x.square().sum()
-
-
 class TestModules:
     def test_share_everything_with_what_they_wrap(self) -> None:
         net = Net()
@@ -161,19 +157,6 @@ class TestWays:
         torch.testing.assert_close(found, expected)
         assert wrapped(torch.ones(5, 3)).dtype == torch.float32
 
-    def test_activation_checkpointing(self) -> None:
-        linear = nn.Linear(3, 3)
-
-        def checkpointed(x: torch.Tensor) -> Any:
-            return torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False).relu()
-
-        wrapped = wrap(checkpointed, compile={"backend": "aot_eager", "fullgraph": True})
-        x = torch.randn(5, 3)
-        found, expected = (
-            torch.autograd.grad(each(x).sum(), linear.weight) for each in (wrapped, checkpointed)
-        )
-        torch.testing.assert_close(found, expected)
-
     @pytest.mark.parametrize("compile_", [None, EAGER, {"backend": "aot_eager"}])
     def test_torch_func_around_it(self, compile_: Any) -> None:
         # Plain torch runs it uncompiled there, and with backend="eager" fails for what is no leaf.
@@ -195,18 +178,6 @@ class TestWays:
             for transformed in transforms:
                 torch.testing.assert_close(transformed(wrapped), transformed(wave))
         assert wrapped.stats().graphs == (0 if compile_ is None else 1)
-
-    def test_torch_func_inside_and_functional_call(self) -> None:
-        x = torch.randn(5)
-        inside = wrap(torch.func.grad(_squares), compile=EAGER)
-        torch.testing.assert_close(inside(x), 2 * x)
-        linear = nn.Linear(3, 3)
-        wrapped = wrap(linear, compile=EAGER)
-        x = torch.randn(5, 3)
-        doubled = {name: 2 * p.detach() for name, p in linear.named_parameters()}
-        found = torch.func.functional_call(wrapped, doubled, (x,))
-        torch.testing.assert_close(found, torch.func.functional_call(linear, doubled, (x,)))
-        torch.testing.assert_close(wrapped(x), linear(x))
 
     def test_nothing_keeps_inputs_alive(self, backend: Counting) -> None:
         wrapped = wrap(double, compile={"backend": backend})

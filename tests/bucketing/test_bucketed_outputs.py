@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -82,12 +82,6 @@ class TestDerived:
         for dropped in (0, 1, 0, 2):
             assert torch.equal(wrapped(x), x[dropped:])
 
-    def test_of_size_1_that_lose_a_dim_are_no_guess(self) -> None:
-        wrapped = wrap(lambda x: x.squeeze(0), check_padding="never")
-        assert wrapped(torch.ones(2, 3)).shape == (2, 3)
-        with pytest.raises(ValueError, match="which has no part of the shape"):
-            wrapped(torch.ones(1, 3))
-
     def test_whose_formula_holds_for_some_sizes_only(self) -> None:
         wrapped = wrap(
             lambda x: x[:3] if x.shape[0] > 6 else x, buckets=[16], check_padding="never"
@@ -115,14 +109,11 @@ class TestDerived:
         torch.testing.assert_close(found[1], x.sum(0))
 
 
+class Kind(enum.Enum):
+    ONE = 1
+
+
 class Cache:
-    def __init__(self, keys: torch.Tensor) -> None:
-        self.keys = keys
-
-
-class Slots:
-    __slots__ = ("keys",)
-
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
 
@@ -130,16 +121,16 @@ class Slots:
 @pytest.mark.parametrize(
     "hide",
     [
-        *(Cache, Slots, torch.Tensor.numpy, lambda x: {x}, lambda x: deque([x])),
-        lambda x: [{"a": x.numpy()}],
+        *(Cache, torch.Tensor.numpy, lambda x: {x}, lambda x: [{"a": x.numpy()}]),
+        lambda x: (row for row in x),
     ],
 )
-def test_what_hides_memory_is_refused(hide: Any) -> None:
-    with pytest.raises(TypeError, match=r"output\[1\]\S* is of type \w+, which holds"):
+def test_what_may_hide_memory_is_refused(hide: Any) -> None:
+    with pytest.raises(TypeError, match=r"output\[1\]\S* is of type \w+, which may hold"):
         wrap(lambda x: (x, hide(x * 2)))(torch.ones(5))
 
 
-@pytest.mark.parametrize("value", [{"a"}, deque([1]), np.float32(2)])
+@pytest.mark.parametrize("value", [None, "text", np.float32(2), torch.float32, Kind.ONE])
 def test_what_holds_no_tensor_is_returned(value: Any) -> None:
     assert wrap(lambda x: (x, value))(torch.ones(5))[1] is value
 
@@ -182,25 +173,6 @@ class TestDeclared:
         )
         x = torch.randn(3, 5, 2)
         same(wrapped(x), model(x))
-
-    @pytest.mark.parametrize("side", ["right", "left"])
-    @pytest.mark.parametrize("check_padding", ["first", "never"])
-    def test_with_gradients_on_either_side(self, check_padding: Any, side: Any) -> None:
-        wrapped = in_time(double, outputs={1: "t"}, check_padding=check_padding, side=side)
-        x = torch.randn(3, 5, 2, requires_grad=True)
-        found = wrapped(x)
-        assert torch.equal(found, x * 2)
-        found.sum().backward()
-        assert torch.equal(x.grad, torch.full_like(x, 2))  # type: ignore[arg-type]
-
-    def test_as_a_function_of_two_axes(self) -> None:
-        def outer(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x[:, None] * y[None, ::2]
-
-        outputs = {0: "s", 1: lambda t: (t + 1) // 2}
-        wrapped = wrap(outer, dims={"x": {0: "s"}, "y": {0: "t"}}, outputs=outputs)
-        x, y = torch.randn(5), torch.randn(7)
-        assert torch.equal(wrapped(x, y), outer(x, y))
 
     @pytest.mark.parametrize(
         ("declared", "error", "message"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,28 +165,3 @@ def test_threads_compile_each_bucket_once(limits: _Limits) -> None:
     _in_threads(work)
     assert limits.said == []
     assert len(backend.graphs) == 2 * _COUNT
-
-
-def test_settings_of_dynamo_are_as_before() -> None:
-    """Up to torch 2.11 two threads that run what dynamic=False compiled leave them changed."""
-    wrapped = in_time(_sequential(), buckets=_SIZES, compile={"backend": "eager"})
-    uncompiled = _sequential()
-    names = ("automatic_dynamic_shapes", "assume_static_by_default")
-    before = [getattr(torch._dynamo.config, name) for name in names]
-    above = torch.ones(2, 1000, 4)
-
-    def work(index: int) -> None:
-        for turn in range(300):
-            wrapped(torch.ones(2, _SIZES[(turn + index) % 2], 4))
-            uncompiled(above)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        _in_threads(work, count=4)
-        found = [getattr(torch._dynamo.config, name) for name in names]
-    finally:
-        sys.setswitchinterval(interval)
-        for name, value in zip(names, before, strict=True):
-            setattr(torch._dynamo.config, name, value)
-    assert found == before

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.bucketed import Noting, double, in_time
+from support.bucketed import Noting, in_time
 from torchguard import PaddingLeakError
 
 EAGER: Any = {"compile": {"backend": "eager"}}
@@ -24,26 +24,6 @@ class TestWhatDoesNotFit:
         wrapped = in_time(self.hungry, **EAGER)
         with pytest.raises(RuntimeError, match="allocate"):
             wrapped.warmup(torch.ones(2, 5), 8)
-
-    def test_so_does_another_error(self) -> None:
-        with pytest.raises(Exception, match=r"mat1 and mat2|size"):
-            in_time(lambda x: x @ torch.ones(3, 3), **EAGER).warmup(torch.ones(2, 3))
-
-
-def test_each_bucket_is_compiled_once_the_largest_first() -> None:
-    sizes = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        sizes.append(inputs[0].shape[1])
-        return graph.forward
-
-    wrapped = in_time(double, compile={"backend": backend})
-    for _ in range(2):
-        wrapped.warmup(torch.ones(2, 5))
-        assert sizes == [16, 8]
-    assert wrapped.stats().calls == 0
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert wrapped(torch.ones(2, 7)).shape == (2, 7)
 
 
 class TestWhatIsProven:
@@ -92,14 +72,3 @@ class TestWhatIsProven:
         torch.testing.assert_close(wrapped(x), x.mean(1))
         with pytest.raises(PaddingLeakError):
             wrapped(torch.randn(2, 7))
-
-    def test_a_mask_of_the_callers_is_cut_where_each_row_has_something_real(self) -> None:
-        def mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return (x * mask).sum(1) / mask.sum(1)
-
-        mask = torch.ones(2, 6)
-        mask[1, :4] = 0
-        dims = {"x": {1: "t"}, "mask": {1: "t"}}
-        wrapped = in_time(mean, dims=dims, buckets=[8], mask="mask", compile=False)
-        wrapped.warmup(torch.randn(2, 6), mask)
-        assert wrapped.stats().proven == ((8,),)

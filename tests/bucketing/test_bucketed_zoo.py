@@ -116,30 +116,3 @@ def test_what_mixes_positions_and_takes_no_mask_for_it_is_refused(each: Architec
     wrapped = in_time(each.build().train(), **options_of(each))
     with pytest.raises(PaddingLeakError, match="attention_mask was given: something in"):
         wrapped(**each.batch([7, 4]))
-
-
-@pytest.mark.parametrize("masked", ["right", "left"])
-@pytest.mark.parametrize(
-    ("name", "side"),
-    # Positions of the last are relative, so padding on the left changes none.
-    [("deberta-v2", "right"), ("llama", "right"), ("gemma2", "left"), ("modernbert", "left")],
-)
-def test_masked_positions_hold_anything_in_attention_that_is_not_fused(
-    name: str, side: Any, masked: str
-) -> None:
-    """A query that may attend nothing attends everything, so what it gives depends on padding."""
-    each = named(name)
-    each.excuse("bucketed")
-    model: Any = each.build()
-    if not name.startswith("deberta"):  # which has no other
-        model.set_attn_implementation("eager")
-    wrapped = in_time(model, **options_of(each, side=side))
-    for seed, lengths in enumerate(([7, 4], [10, 13])):
-        batch = each.batch(lengths, seed)
-        if masked == "left":
-            batch = {key: value.flip(1) for key, value in batch.items()}
-        if "left" in {masked, side}:
-            # A decoder would predict the first token from a position that is padding.
-            batch["labels"][:, 0] = -100
-            batch["labels"][batch["attention_mask"].cumsum(1) == 1] = -100
-        as_without_padding(each, model, wrapped, batch)

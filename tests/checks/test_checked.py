@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -172,18 +171,6 @@ def test_lengths_of_ctc_loss(as_list: bool) -> None:
         call(4, 1, 1)
         for bad in ((9, 1, 1), (-1, 1, 1), (4, -1, 1), (4, 1, 3)):
             assert raises(lambda bad=bad: call(*bad)), bad  # type: ignore[misc]
-
-
-def test_operators_with_reflected_operands() -> None:
-    zero = torch.tensor([1, 0])
-    with torchguard.guarded("checks"):
-        calls: list[Callable[[], Any]] = [lambda: 3 // zero, lambda: 3 % zero]
-        calls.append(lambda: operator.imod(zero.clone(), zero))  # type: ignore[no-untyped-call]
-        for call in calls:
-            with pytest.raises(ZeroDivisorError):
-                call()
-        with pytest.raises(TypeError):
-            operator.mod(zero, "x")
 
 
 def test_the_number_zero_as_divisor_of_integers() -> None:

@@ -1,9 +1,4 @@
-"""Buckets: a ladder of static sizes, explicit, by rule, or optimal for the sizes observed.
-
-A model that sees a new length with every batch makes ``torch.compile`` go dynamic or
-recompile until it gives up. Padded to the next size of a ladder, it sees only those.
-Needs numpy only.
-"""
+"""Buckets: a ladder of static sizes, explicit, by rule, or optimal for the sizes observed."""
 
 from __future__ import annotations
 
@@ -92,9 +87,6 @@ class Buckets:
     ) -> Self:
         """Return the ladder that wastes least on the sizes observed: the optimum, not a search.
 
-        Fit what arrives at the model. If that is a padded batch, it is the longest sequence
-        of each batch, not single sequences: ``batch_size`` makes the one of the other.
-
         Args:
             sizes: one integer per observation (a list, an integer array or tensor, any
                 iterable), or a histogram ``{size: how often}``.
@@ -105,8 +97,7 @@ class Buckets:
             maximum: the longest there can ever be. It is the largest bucket exactly,
                 aligned or not; without it that is the longest observed, rounded up.
             batch_size: with more than 1, ``sizes`` are those of sequences that are padded to the
-                longest of a batch of so many. Fitted is the distribution of the longest, on
-                average over all orders of the data; nothing is drawn at random.
+                longest of a batch of so many, and the longest are fitted.
 
         Raises:
             TypeError: something is not an integer.

@@ -10,9 +10,19 @@ import torch
 from torch.utils.data import default_collate
 
 from torchguard._public import public
-from torchguard._pytree import KeyPath, child_of, flatten, key_paths, keystr, replace
+from torchguard._pytree import KeyPath, flatten, key_paths, keystr, replace
 from torchguard.bucketing.buckets import Buckets, buckets_by_axis
+from torchguard.bucketing.dims import (
+    Axes,
+    axes_in,
+    declared_dims,
+    leaves_of,
+    lengths_by_axis,
+    part_of,
+)
 from torchguard.bucketing.padding import Side, length_mask, pad_to_bucket
+
+_NAME = "BucketCollator"
 
 Dims: TypeAlias = Any
 """The batch's own structure with, for each tensor to pad, ``{dim: axis}`` in its place."""
@@ -22,18 +32,16 @@ Dims: TypeAlias = Any
 class BucketCollator:
     """Make a batch of samples that differ in length, and pad it to its buckets.
 
-    Equals ``torch.utils.data.default_collate``, or ``collate_fn``, where every named dimension
-    has a bucket's size already. Samples of different length are padded to the longest of the
-    batch first; tensors, numpy arrays and lists of numbers, wherever ``dims`` names them. With
-    a ``collate_fn`` of your own that is its work. Runs where the collate function runs, in
-    the DataLoader's workers, and can be pickled if that can.
+    Equals ``torch.utils.data.default_collate``, or ``collate_fn``, if every named dimension
+    has a bucket's size already. Samples of different length (tensors, numpy arrays, lists of
+    numbers) are padded to the longest first; with a ``collate_fn`` of your own that is its work.
+    It runs in the DataLoader's workers, and can be pickled if ``collate_fn`` can.
 
     Args:
         buckets: a ladder or a list of sizes for every axis, or ``{axis: ladder}``.
-        dims: which dimensions of which tensors to pad, in the batch's own structure:
-            ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``. An integer key is a dimension,
-            the value names its axis; tensors that share an axis must be equally long.
-            A batch that is a tuple or list takes a tuple or list, None for what to leave alone.
+        dims: which dimensions of which tensors to pad, in the structure of the batch:
+            ``{"ids": {1: "t"}, "audio": {"wave": {2: "s"}}}``, a tuple for a tuple, None for what
+            to leave alone. Tensors that share an axis must be equally long.
         fill: what the padding holds, in the same structure: ``{"labels": -100}``; 0 elsewhere.
             As ``value`` of :func:`torchguard.pad_to_bucket`.
         collate_fn: makes the batch; the default of PyTorch if left out.
@@ -42,11 +50,9 @@ class BucketCollator:
             mapping, under this; with several axes ``{axis: key}``. Masks that the samples have
             themselves are named in ``dims`` like everything else.
         batch_sizes: ``{size: rows}`` of :class:`torchguard.BucketBatchSampler`: batches with fewer
-            rows get rows of padding, so that the last ones of an epoch have no shape of their own.
-            Such a row holds ``fill`` (where that is a rule, the last row again), and its mask is
-            False. Tensors that ``dims`` does not name get rows too, and ``fill`` has to say what is
-            in them: ``{"label": -100}``, which ``cross_entropy`` leaves out. Of several axes it is
-            the first that has buckets of these sizes.
+            rows get rows of padding, which hold ``fill`` and are False in the mask. ``fill`` has
+            to say what they hold of tensors that ``dims`` does not name: ``{"label": -100}``. Of
+            several axes it is the first that has buckets of these sizes.
 
     Raises:
         TypeError: ``dims`` does not name dimensions of tensors.
@@ -79,30 +85,24 @@ class BucketCollator:
         mask_key: str | Mapping[str, str] | None = None,
         batch_sizes: Mapping[int, int] | None = None,
     ) -> None:
-        self._declared = _declared(dims)
-        axes = dict.fromkeys(axis for _, each in self._declared for axis in each.values())
+        self._declared = declared_dims(dims, _NAME)
+        axes = dict.fromkeys(axis for named in self._declared.values() for _, axis in named)
         if not axes:
             raise ValueError("BucketCollator: dims names no dimension to pad")
         if isinstance(buckets, Mapping):  # it may be a dict of more axes than these
             buckets = {axis: each for axis, each in buckets.items() if axis in axes}
         self._buckets = buckets_by_axis(tuple(axes), buckets, "BucketCollator")
         self._batch_sizes = _batch_sizes(batch_sizes, self._buckets)
-        self._fills = {path: each for path, each in _leaves(fill) if each is not None}
+        self._fills = {path: each for path, each in leaves_of(fill) if each is not None}
         if self._batch_sizes is None:
             # With rows of padding fill also names what dims does not: it is checked with the batch.
-            for path in self._fills.keys() - dict(self._declared):
+            for path in self._fills.keys() - self._declared:
                 raise ValueError(
                     f"BucketCollator: {keystr('fill', path)} is given, which dims does not pad"
                 )
         self._collate_fn = collate_fn
         self._side: Side = side
         self._mask_keys = _mask_keys(mask_key, axes)
-        if side == "left" and collate_fn is default_collate and "arange" in self._fills.values():
-            raise ValueError(
-                "BucketCollator: fill is 'arange' and side is 'left': each sample is padded to the "
-                "longest first, so its numbers would begin anew. Make them of the mask: "
-                "(mask.cumsum(1) - 1).clamp(min=0)"
-            )
         if self._mask_keys and collate_fn is not default_collate:
             raise ValueError(
                 "BucketCollator: mask_key and collate_fn are both given: how long each sample was "
@@ -127,7 +127,7 @@ class BucketCollator:
             mask = length_mask(lengths[axis], sizes[axis], side=self._side)
             # Rows that pad the batch are not real.
             for part in self._parts(batch, "batch"):
-                for dim, name in part.dims.items():
+                for dim, name in part.axes:
                     if dim % part.value.dim() == 0:
                         mask = pad_to_bucket(mask, 0, sizes[name], side=self._side).tensor
             if self._batch_sizes is not None:
@@ -161,24 +161,26 @@ class BucketCollator:
                 continue
             # A dimension of the batch is one more than that of a sample; 0 is the batch itself.
             count = tensor.dim() + 1
-            dims = {
-                dim % count - 1: axis
-                for dim, axis in part.dims.items()
+            axes = [
+                (dim % count - 1, axis)
+                for dim, axis in part.axes
                 if -count <= dim < count and dim % count
-            }
-            if dims:
-                found.append(part._replace(value=tensor, dims=dims))
+            ]
+            if axes:
+                found.append(part._replace(value=tensor, axes=axes))
         return found
 
     def _padded(self, batch: Any) -> tuple[Any, dict[str, int]]:
         """Pad a batch to its buckets; also return the bucket of each axis."""
-        parts = list(self._parts(batch, "batch"))
-        for part in parts:
+        parts = []
+        for part in self._parts(batch, "batch"):
             if not isinstance(part.value, torch.Tensor):
                 raise TypeError(
                     f"BucketCollator: {part.label} is of type {type(part.value).__name__}, "
                     "expected a tensor; what collate_fn returns has to be a rectangle to be padded"
                 )
+            axes = axes_in(part.value, part.axes, part.label, _NAME)
+            parts.append(part._replace(axes=axes))
         real = _lengths(parts)
         sizes = {axis: each.bucket_for(real[axis]) for axis, each in self._buckets.items()}
         padded = {part.path: self._pad(part, sizes) for part in parts}
@@ -188,16 +190,9 @@ class BucketCollator:
 
     def _parts(self, value: Any, label: str) -> Iterator[_Part]:
         """Yield the parts of a sample or of a batch that ``dims`` names."""
-        for path, dims in self._declared:
-            part, where = value, label
-            for key in path:
-                where = f"{where}[{key!r}]"
-                try:
-                    part = child_of(part, key)
-                except (KeyError, IndexError, TypeError):
-                    has = f"keys {list(part)}" if isinstance(part, Mapping) else type(part).__name__
-                    raise KeyError(f"BucketCollator: there is no {where}; it has {has}") from None
-            yield _Part(path, part, dims, self._fills.get(path, 0), where)
+        for path, axes in self._declared.items():
+            part, fill = part_of(value, path, label, _NAME), self._fills.get(path, 0)
+            yield _Part(path, part, axes, fill, keystr(label, path, value))
 
     def _rows(self, sizes: Mapping[str, int]) -> int:
         """Return how many rows a batch of these buckets gets."""
@@ -240,10 +235,7 @@ class BucketCollator:
                     "too, and fill does not say what they hold: pass it, such as -100 for a label "
                     "that torch's losses leave out"
                 )
-            # A rule along the padded dimension, such as arange, is none along the batch.
             value = self._fills.get(path, 0)
-            if not isinstance(value, (bool, int, float, complex)):
-                value = "repeat-last"
             if rows == wanted:  # see now that it fits the dtype, not at the end of the epoch
                 pad_to_bucket(tensor[:1], 0, 2, value=value)
             filled[path] = pad_to_bucket(tensor, 0, wanted, value=value).tensor
@@ -251,7 +243,7 @@ class BucketCollator:
 
     def _pad(self, part: _Part, sizes: Mapping[str, int]) -> torch.Tensor:
         tensor: torch.Tensor = part.value
-        for dim, axis in part.dims.items():
+        for dim, axis in part.axes:
             padded = pad_to_bucket(tensor, dim, sizes[axis], value=part.fill, side=self._side)
             tensor = padded.tensor
         return tensor
@@ -262,44 +254,25 @@ class _Part(NamedTuple):
 
     path: KeyPath
     value: Any
-    dims: dict[int, str]
+    axes: Axes
     fill: Any
     label: str
 
 
 def _lengths(parts: Iterable[_Part]) -> dict[str, int]:
-    """Return the length of each axis."""
-    found: dict[str, tuple[int, str]] = {}
-    for part in parts:
-        for dim, axis in part.dims.items():
-            try:
-                length = part.value.shape[dim]
-            except IndexError:
-                raise IndexError(
-                    f"BucketCollator: {part.label} has shape {tuple(part.value.shape)}, but dims "
-                    f"names dimension {dim}"
-                ) from None
-            before, other = found.setdefault(axis, (length, part.label))
-            if before != length:
-                raise ValueError(
-                    f"BucketCollator: axis {axis!r} is {before} in {other} and {length} in "
-                    f"{part.label}"
-                )
-    return {axis: length for axis, (length, _) in found.items()}
+    return lengths_by_axis([(each.label, each.value.shape, each.axes) for each in parts], _NAME)
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor of what a sample may hold in place of one, None for anything else."""
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, np.ndarray) or _is_sequence(value):
-        if not len(value) and not isinstance(value, np.ndarray):
-            return torch.empty(0, dtype=torch.int64)  # torch's float would make floats of all ids
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if is_sequence and not len(value):
+        return torch.empty(0, dtype=torch.int64)  # torch's float would make floats of all ids
+    if is_sequence or isinstance(value, np.ndarray):
         try:
-            if len(value) and isinstance(value[0], torch.Tensor):
-                return torch.stack(list(value))
-            arrays = len(value) and isinstance(value[0], np.ndarray)  # one by one they are slow
-            return torch.as_tensor(np.stack(value) if arrays else value)
+            return torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):  # texts, or rows of different length
             return None
     return None
@@ -350,32 +323,3 @@ def _batch_sizes(
         f"BucketCollator: batch_sizes has the sizes {', '.join(map(repr, given))}, expected those "
         f"of the buckets of {' or '.join(buckets)}: give collator and sampler the same buckets"
     )
-
-
-def _is_leaf(dims: Any) -> bool:
-    return isinstance(dims, Mapping) and bool(dims) and all(type(key) is int for key in dims)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _leaves(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield what is declared for each tensor of a batch, and the path of the tensor."""
-    if _is_leaf(tree) or not (isinstance(tree, Mapping) or _is_sequence(tree)):
-        yield path, tree
-        return
-    for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        yield from _leaves(inner, (*path, key))
-
-
-def _declared(dims: Dims) -> list[tuple[KeyPath, dict[int, str]]]:
-    """Return the path of each tensor that ``dims`` names, and the axes of its dimensions."""
-    declared = [(path, each) for path, each in _leaves(dims) if each is not None]
-    for path, each in declared:
-        if not _is_leaf(each) or not all(isinstance(axis, str) for axis in each.values()):
-            raise TypeError(
-                f"BucketCollator: {keystr('dims', path)} is {each!r}, expected "
-                "{dimension: axis name}, such as {1: 't'}"
-            )
-    return declared

@@ -118,16 +118,10 @@ def largest_bucket(largest: int, multiple_of: int, maximum: int | None, operatio
 
 
 def batch_maxima(sizes: Sizes, batch_size: int, operation: str) -> dict[int, float]:
-    """How often each size is the largest of a batch: what a compiled model sees.
+    """Return how often each size is the largest of a batch, on average over all orders.
 
-    Equals, on average over all orders of the data, cutting the shuffled sizes
-    into batches and taking each one's maximum. Nothing is drawn at
-    random: of the C(N, n) batches, C(W, n) hold only the W sequences up to some
-    size, so the probability that the maximum is at most that size is their quotient.
-
-    Example:
-        >>> batch_maxima([10, 20, 30], 2, "Buckets.fit")
-        {20: 0.5, 30: 1.0}
+    Of the C(N, n) batches, C(W, n) hold only the W sequences up to some size, so the probability
+    that the maximum is at most that size is their quotient.
     """
     observed = observe(sizes, operation)
     batch_size = positive_integer(batch_size, "batch_size", operation)

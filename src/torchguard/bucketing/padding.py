@@ -17,9 +17,8 @@ from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 
 Side: TypeAlias = Literal["left", "right"]
-Fill: TypeAlias = complex | Literal["repeat-last", "arange"]
-"""What padding holds: a number, or a rule."""
-_EXPECTED = "expected a number, 'repeat-last' or 'arange'"
+Fill: TypeAlias = complex | Literal["repeat-last"]
+"""What padding holds: a number, or the element next to it."""
 
 
 @public
@@ -57,9 +56,8 @@ def pad_to_bucket(
         x: a tensor of any dtype and device with at least one dimension.
         dim: the dimension to pad; negative counts from the end.
         buckets: the ladder, its sizes in a list, or the one size to pad to.
-        value: what the padding holds. A number that the dtype can hold; ``"repeat-last"``, the
-            element next to the padding; or ``"arange"``, each position's index along ``dim``,
-            so that position numbers continue.
+        value: what the padding holds: a number that the dtype can hold, or ``"repeat-last"``, the
+            element next to the padding.
         side: where the padding goes, ``"right"`` of the data or ``"left"``.
 
     Returns:
@@ -88,14 +86,20 @@ def pad_to_bucket(
         return Padded(x, length)
     if isinstance(value, np.generic):
         value = value.item()
-    number = 0 if isinstance(value, str) else value
+    repeats = isinstance(value, str) and value == "repeat-last"
+    number: Any = 0 if repeats else value
     check_number(number, x.dtype)
     # (0, 0) for each later dimension, then this one's left and right.
     own = (missing, 0) if side == "left" else (0, missing)
     padded = torch.constant_pad_nd(x, (0, 0) * (x.dim() - 1 - dim) + own, number)
-    if isinstance(value, str):
-        start = 0 if side == "left" else length
-        _write(value, padded.narrow(dim, start, missing), x, dim, start)
+    if repeats:
+        if not length:
+            raise ValueError(
+                f"pad_to_bucket: value='repeat-last', but x of shape {tuple(x.shape)} has nothing "
+                f"to repeat in dim {dim}"
+            )
+        start, last = (0, 0) if side == "left" else (length, length - 1)
+        padded.narrow(dim, start, missing).copy_(x.detach().narrow(dim, last, 1))
     return Padded(padded, length)
 
 
@@ -207,7 +211,7 @@ def _check_side(side: str, operation: str) -> None:
 def check_number(value: Any, dtype: torch.dtype) -> None:
     """Raise unless it is a number that the dtype holds."""
     if not isinstance(value, (int, float, complex)):
-        raise TypeError(f"pad_to_bucket: value is {value!r}, {_EXPECTED}")
+        raise TypeError(f"pad_to_bucket: value is {value!r}, expected a number or 'repeat-last'")
     if value != 0 and not _fits(value, dtype):
         raise TypeError(f"pad_to_bucket: value={value!r} does not fit {dtype}")
 
@@ -224,23 +228,3 @@ def _fits(value: complex, dtype: torch.dtype) -> bool:
         return False
     limits = torch.iinfo(dtype)
     return limits.min <= value <= limits.max
-
-
-def _write(rule: str, padding: torch.Tensor, x: torch.Tensor, dim: int, start: int) -> None:
-    """Write what a rule says into the padding of ``x``, which begins at ``start``."""
-    if rule == "repeat-last":
-        if not x.shape[dim]:
-            raise ValueError(
-                f"pad_to_bucket: value='repeat-last', but x of shape {tuple(x.shape)} has nothing "
-                f"to repeat in dim {dim}"
-            )
-        padding.copy_(x.detach().narrow(dim, max(start - 1, 0), 1))
-    elif rule == "arange":
-        stop = start + padding.shape[dim]
-        if x.dtype.is_complex or x.dtype == torch.bool or not _fits(stop - 1, x.dtype):
-            raise TypeError(f"pad_to_bucket: value='arange' to {stop - 1} does not fit {x.dtype}")
-        # Counted as int64: arange itself has no kernel for uint16 and the like.
-        numbers = torch.arange(start, stop, device=x.device)
-        padding.copy_(numbers.view(-1, *[1] * (x.dim() - 1 - dim)))
-    else:
-        raise TypeError(f"pad_to_bucket: value is {rule!r}, {_EXPECTED}")

@@ -31,14 +31,12 @@ class BucketBatchSampler(Sampler[list[int]]):
     """Batches of items of one bucket, in random order: ``DataLoader(batch_sampler=...)``.
 
     Equals ``torch.utils.data.BatchSampler`` over a random or distributed sampler, but a batch
-    holds items of similar length, needs little padding, and has one of a few shapes: (rows, size)
-    of a bucket. Every item comes once in an epoch. All ranks get equally many batches, and one of
-    the same bucket in the same step, without communication.
+    has one of a few shapes: (rows, size) of a bucket. Every item comes once in an epoch. All ranks
+    get equally many batches, of the same bucket in the same step, without communication; if items
+    do not divide evenly among them, a few come twice, as in ``DistributedSampler``.
 
-    What is left over in a bucket moves up to the next larger one or makes a batch with fewer
-    rows, which ``BucketCollator(batch_sizes=sampler.batch_sizes)`` fills up, whichever costs less.
-    If items do not divide evenly among the ranks, a few items come twice, as in
-    ``DistributedSampler``.
+    Items left over in a bucket move up to the next larger one or make a batch with fewer rows,
+    which ``BucketCollator(batch_sizes=sampler.batch_sizes)`` fills up, whichever costs less.
 
     Args:
         lengths: of each item of the dataset: a list, an integer array or tensor.
@@ -50,9 +48,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         shuffle: draw another order in every epoch; else as the data is, by bucket.
         seed: an integer from 0 on, the same on all ranks. Order depends on it and the epoch.
         drop_last: leave out the batches that are not full, other items in every epoch.
-        rank: this process among ``world_size``, or ``"all"`` for the batches of all ranks in
-            turn, which is what ``accelerate``'s ``prepare`` deals out. Both are those of
-            ``torch.distributed`` when left out, and one process where that is not initialized.
+        rank: this process, or ``"all"`` for the batches of all ranks in turn, which is what
+            ``accelerate``'s ``prepare`` deals out. If left out, that of ``torch.distributed``.
         world_size: how many processes there are.
 
     Attributes:
@@ -164,9 +161,8 @@ class BucketBatchSampler(Sampler[list[int]]):
 
         Args:
             steps: how many batches of this epoch the training has taken. Left out, as many as
-                the DataLoader has given to its loop, whatever its workers have fetched ahead, or
-                as were handed out if no DataLoader draws them. Say it in a trainer that fetches
-                ahead itself, as those of Lightning and accelerate do.
+                the DataLoader has given to its loop. Say it in a trainer that fetches ahead
+                itself, as those of Lightning and accelerate do.
 
         Raises:
             ValueError: ``steps`` is more than an epoch has.

@@ -31,11 +31,10 @@ class NamedDim(Protocol):
     __name__: str
 
 
-AxisName: TypeAlias = str | NamedDim | None
 DimsOfArgument: TypeAlias = (
-    Mapping[int, AxisName]
+    Mapping[int, str | NamedDim]
     | Mapping[str, "DimsOfArgument"]
-    | Sequence["DimsOfArgument | AxisName"]
+    | Sequence["DimsOfArgument"]
     | None
 )
 Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
@@ -108,13 +107,13 @@ def bucketed(  # noqa: D417 - options are named; nothing else comes by position
         function: a function, a method, an ``nn.Module`` or what ``torch.compile`` made of one;
             left out, a decorator is returned. A module gives a module that shares
             everything with it: parameters, hooks, ``training``.
-        dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``:
-            ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``. Inputs that share a name are
-            equally long.
-        buckets: a :class:`Buckets` or a list of sizes for every axis, or ``{axis: Buckets}``.
-            Left out, they are powers of two as they are needed.
-        fill: what padding holds, by argument: a number, ``"repeat-last"`` or ``"arange"``, as
-            ``value`` of :func:`pad_to_bucket`; 0 for all others. Say it if the
+        dims: which dims vary, in the form of ``torch.export``'s ``dynamic_shapes``, with
+            ``{dim: name}`` for each tensor: ``{"ids": {1: "t"}, "batch": {"audio": {2: "s"}}}``.
+            Inputs that share a name are equally long.
+        buckets: a :class:`Buckets` or a list of sizes, or ``{axis: Buckets}``. Left out, they are
+            powers of two as they are needed.
+        fill: what padding holds, by argument: a number or ``"repeat-last"``, as ``value`` of
+            :func:`pad_to_bucket`; 0 for all others. Say it if the
             function may rely on it (labels: -100; a sum: 0): the check varies what is not named.
         lengths: the argument that takes the true size, a 0-d integer tensor, made if the caller
             gives none; with several axes ``{axis: argument}``. If he gives it, 0-d or (B,), it

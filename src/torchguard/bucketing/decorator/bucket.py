@@ -30,6 +30,7 @@ from torchguard._pytree import (
     unflatten,
 )
 from torchguard._torch import ShapeFormula, members_of
+from torchguard.bucketing.dims import Axes
 from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
 from torchguard.equivalence.outcome import Given
 
@@ -194,7 +195,7 @@ class Input:
     index: int  # of the leaf
     label: str
     shape: tuple[int, ...]
-    axes: tuple[tuple[int, str], ...]  # (dim, name of its axis)
+    axes: Axes
     fill: Fill | None  # None where none is declared, which stands for 0
     device: torch.device
     dtype: torch.dtype
@@ -335,9 +336,8 @@ class Plan:
     slices: dict[Any, Any] = field(default_factory=dict)
     """What to take of an output, by its structure and shapes."""
     ready: bool = False
-    counts: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor], float], ...] = ()
-    """The leaves by which the caller says how much is real: the index, what sums it up, and what
-    part of the axis one position is."""
+    told: bool = False
+    """Whether the caller says how much is real, by a mask or by lengths."""
     rows: int = 1
     """How many rows of a batch are counted, if that is not an axis."""
     open: bool = False
@@ -357,20 +357,6 @@ class Plan:
         # The product stands for the work of a call: with a batch and a length it counts tokens.
         self.real = self.rows * math.prod(self.sizes.values())
         self.padded = self.rows * math.prod(self.buckets.values())
-
-    def count_real(self, leaves: Sequence[Any]) -> Any:
-        """Return how much of a call is real: by what the caller says, if he does.
-
-        On an accelerator it is a tensor, so that nothing waits for it.
-        """
-        real: Any = self.real
-        for index, total, share in self.counts:
-            leaf = leaves[index]
-            if type(leaf) is torch.Tensor and not leaf.is_meta:
-                found = total(leaf.detach())
-                if type(found) is torch.Tensor:  # not a fake one
-                    real = real * share * (found.item() if found.is_cpu else found)
-        return real
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""

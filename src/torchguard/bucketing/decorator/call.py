@@ -40,7 +40,14 @@ from torchguard.bucketing.decorator.compiled import (
     compiling,
     graph_for,
 )
-from torchguard.bucketing.decorator.masking import counts_of, fresh_extras, make_extras
+from torchguard.bucketing.decorator.masking import (
+    Real,
+    count_real,
+    fresh_extras,
+    make_extras,
+    rows_of,
+    told_by_caller,
+)
 from torchguard.bucketing.decorator.options import Spec, find_buckets, find_inputs
 from torchguard.bucketing.decorator.output_shapes import UNKNOWN, OutputShapes, slice_output
 from torchguard.bucketing.decorator.prove import check_padding
@@ -73,7 +80,7 @@ class Caller:
         self.function = function
         self.owner = owner
         self.name = getattr(function, "__qualname__", type(function).__name__) + "()"
-        self.spec = Spec.of(function, options, bound=bool(owner))
+        self.spec = Spec(function, options, bound=bool(owner))
         self.lock = threading.Lock()
         self.buckets: dict[tuple[int, ...], Bucket] = {}
         self.output_shapes = OutputShapes(self.function, self.spec, self.name)
@@ -95,13 +102,12 @@ class Caller:
         """Call the function: pad, run, slice."""
         plan, leaves, nested = self._look_up(args, kwargs)
         first = not plan.ready or plan.open or self._always
-        if first or nested or plan.extras:
+        if first or nested or plan.extras or plan.told:
             call = Call(plan.signature, self.owner, [*args, *kwargs.values()], leaves)
             if first:
                 return self._make_whole(plan, call)
             return self._call(plan, plan.graph.run, call)
         # No container and nothing to add: each argument is a leaf, and goes as it is.
-        real = plan.count_real(leaves) if plan.counts else plan.real
         for index, pad in plan.pads:
             leaves[index] = pad(leaves[index])
         if kwargs:
@@ -110,7 +116,7 @@ class Caller:
             output = plan.graph.run(*self.owner, *leaves[:count], **named)
         else:
             output = plan.graph.run(*self.owner, *leaves)
-        return self._finish(plan, real, output, args, kwargs)
+        return self._finish(plan, plan.real, output, args, kwargs)
 
     def _look_up(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -148,7 +154,7 @@ class Caller:
 
     def _call(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
-        real = plan.count_real(call.leaves) if plan.counts else plan.real
+        real = count_real(self.spec, plan, call) if plan.told else plan.real
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
         return self._finish(plan, real, run(*args, **kwargs), call)
 
@@ -206,12 +212,6 @@ class Caller:
         call = Call.of(self.spec, self.owner, args, kwargs)
         inputs, sizes = find_inputs(self.spec, call)
         buckets = find_buckets(self.spec, sizes, inputs)
-        extras: dict[str, torch.Tensor] = {}
-        counts: Any = ()
-        rows = 1
-        if self.spec.lengths or self.spec.masks:
-            extras = make_extras(self.spec, call, inputs, sizes, buckets)
-            counts, rows = counts_of(self.spec, inputs, call)
         padded = {each.index for each in inputs}
         unpadded = tuple(
             (label, leaf_key(leaf))
@@ -219,8 +219,12 @@ class Caller:
             if index not in padded
         )
         specialization = Specialization(state, call.signature.treedefs, unpadded)
-        if specialization.transformed:
-            counts = ()
+        extras: dict[str, torch.Tensor] = {}
+        told: list[Real] = []
+        if self.spec.lengths or self.spec.masks:
+            extras = make_extras(self.spec, call, inputs, sizes, buckets)
+            if not specialization.transformed:
+                told = told_by_caller(self.spec, inputs, call)
         own = tuple(buckets.values())
         with self.lock:
             plan = Plan(
@@ -235,8 +239,8 @@ class Caller:
                 seen=self._seen.setdefault(tuple(sizes.values()), [0]),
                 extras=extras,
                 kind=kind_of_call(specialization, inputs),
-                counts=counts,
-                rows=rows,
+                told=bool(told),
+                rows=rows_of(told) if told else 1,
             )
             # torch.compile imports Dynamo, which takes seconds: not before something compiles.
             # It runs what is inside a transform of torch.func uncompiled.
@@ -269,12 +273,12 @@ class Caller:
             bucket = plan.bucket
             able = not (bucket.covers(plan) if plan.pads else plan.kind in bucket.proven)
         # What arrives at the size of its bucket may be padded all the same.
-        if not able or not (plan.pads or plan.counts):
+        if not able or not (plan.pads or plan.told):
             plan.open = False
             return False
         with COMPILE_LOCK, uncompiled():
             padded = check_padding(self.output_shapes, plan, call, anew=anew)
-        plan.open = not padded and bool(plan.counts)
+        plan.open = not padded and plan.told
         return padded
 
     def first_run(self, plan: Plan) -> Callable[..., Any]:

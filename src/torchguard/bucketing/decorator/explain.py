@@ -87,7 +87,7 @@ _MOST_BYTES = 1 << 30
 
 
 class FirstDifference(TorchDispatchMode):
-    """Watches two runs, and notes the first operator whose results differ where they are real.
+    """Watches two runs, and notes the first operator whose numbers differ where they are real.
 
     Real is what both runs have; of two padded runs, what is not padding. An operator whose result
     has a size of another kind (a batch and its rows in one dim) is passed over, and where the
@@ -98,27 +98,14 @@ class FirstDifference(TorchDispatchMode):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found: dict[bool, str] = {}
-        """The operator, by whether its numbers are floating-point ones."""
-        self._parted = ""
+        self.found = ""
+        """Says which it is, with the user's line that called it."""
         self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
         self._side = plan.side
         self._first: list[tuple[str, list[torch.Tensor]]] = []
         self._expected: Iterator[tuple[str, list[torch.Tensor]]] | None = None
         """What is left to compare with; None in the first run."""
         self._bytes = 0
-
-    @property
-    def found(self) -> str:
-        """Say which it is, with the user's line that called it; empty where none is known.
-
-        Integers that differ, such as a test whether a mask is needed, are seldom the reason.
-        """
-        if True in self._found:
-            return f". It first differs after {self._found[True]}"
-        if self._parted:
-            return f". Padded it goes another way: {self._parted}"
-        return f". It first differs after {self._found[False]}" if self._found else ""
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, watched; its second call is compared with the first."""
@@ -134,12 +121,14 @@ class FirstDifference(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        done = True in self._found or self._bytes >= _MOST_BYTES
+        done = self.found or self._bytes >= _MOST_BYTES
         if isinstance(func, OPERATOR_CLASSES) and not done:
             name = schema_of(func).name.rpartition("::")[2]
             if "empty" not in name:  # whose values are not set yet
                 leaves, _ = flatten(result)
-                self._note(name, [each for each in leaves if type(each) is torch.Tensor])
+                made = [each for each in leaves if isinstance(each, torch.Tensor)]
+                # Integers, such as a test whether a mask is needed, are seldom the reason.
+                self._note(name, [each for each in made if not _is_integer(each)])
         return result
 
     def _note(self, name: str, made: list[torch.Tensor]) -> None:
@@ -149,13 +138,15 @@ class FirstDifference(TorchDispatchMode):
             return
         same, before = next(self._expected, ("", []))
         if same != name:
-            self._parted = self._parted or _place(name)
             self._expected = iter(())
             return
         for expected, got in zip(before, made, strict=False):
             real = [Outcome(outputs=[each]) for each in self._real(expected, got)]
             if real and not judge(real[0], real[1], PADDING).equal:
-                self._found.setdefault(expected.is_floating_point(), _place(name))
+                shown = name.strip("_").removesuffix("_for_cpu")
+                place = ", ".join(filter(None, (shown, user_line())))
+                self.found = f". It first differs after {place}"
+                return
 
     def _real(self, expected: torch.Tensor, got: torch.Tensor) -> list[torch.Tensor]:
         """Cut both to what is real; return nothing where it can't be told what that is."""
@@ -172,7 +163,5 @@ class FirstDifference(TorchDispatchMode):
         return [expected.detach(), got.detach()]
 
 
-def _place(operator: str) -> str:
-    """Return the name of an operator and the user's line that has called it, if there is one."""
-    shown = operator.strip("_").removesuffix("_for_cpu")
-    return ", ".join(filter(None, (shown, user_line())))
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

@@ -6,8 +6,7 @@ Shapes: B batch, T the size of an axis, S the same after padding.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -175,8 +174,8 @@ class Real(NamedTuple):
     """The axis of B, if that varies too."""
 
 
-def real_by_caller(spec: Spec, inputs: Iterable[Input], call: Call) -> list[Real]:
-    """Return what the caller's own masks and lengths say; one that masks nothing says nothing."""
+def told_by_caller(spec: Spec, inputs: Iterable[Input], call: Call) -> list[Real]:
+    """Return what the caller's own masks and lengths say."""
     found = []
     for each in inputs:
         mask = spec.masks.get(each.label)
@@ -186,13 +185,40 @@ def real_by_caller(spec: Spec, inputs: Iterable[Input], call: Call) -> list[Real
         kept = _without_ones(real.shape)
         if len(kept) <= 2:  # noqa: PLR2004
             found.append(Real(mask.axis, real.reshape(kept), dict(each.axes).get(0)))
-    for axis, index, dim in _given_lengths(spec, inputs, call):
-        lengths = torch.as_tensor(call.leaves[index]).detach()
-        holder, _ = _holder(inputs, axis)
+    for axis, given in _given_lengths(spec, call):
+        lengths = torch.as_tensor(given).detach()
+        holder, dim = _holder(inputs, axis)
         positions = length_mask(lengths.reshape(-1), holder.shape[dim], side=spec.options["side"])
         rows = dict(holder.axes).get(0) if lengths.dim() and dim else None
         found.append(Real(axis, positions if lengths.dim() else positions[0], rows))
-    return [each for each in found if not bool(each.positions.all())]
+    return found
+
+
+def real_by_caller(spec: Spec, inputs: Iterable[Input], call: Call) -> list[Real]:
+    """Return what the caller says, without a mask that masks nothing: that says nothing."""
+    told = told_by_caller(spec, inputs, call)
+    return [each for each in told if not bool(each.positions.all())]
+
+
+def rows_of(told: Iterable[Real]) -> int:
+    """Return how many rows of a batch are counted, if that is not an axis."""
+    counted = (len(e.positions) for e in told if e.positions.dim() > 1 and e.rows is None)
+    return next(counted, 1)
+
+
+def count_real(spec: Spec, plan: Plan, call: Call) -> Any:
+    """Return how much of a call is real by what the caller says.
+
+    On an accelerator it is a tensor, so that nothing waits for it.
+    """
+    real: Any = plan.real
+    by_axis = {each.axis: each.positions for each in told_by_caller(spec, plan.inputs, call)}
+    for positions in by_axis.values():
+        found = positions.sum()
+        # Not a fake one, nor one without data.
+        if type(found) is torch.Tensor and not found.is_meta and positions.numel():
+            real = real / positions.numel() * (found.item() if found.is_cpu else found)
+    return real
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -200,43 +226,13 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     return (*(size for size in shape[:-1] if size != 1), shape[-1])
 
 
-def _given_lengths(
-    spec: Spec, inputs: Iterable[Input], call: Call
-) -> Iterable[tuple[str, int, int]]:
-    """Yield each axis whose lengths the caller gives: their leaf, and the dim of the axis."""
-    names, _, treedefs, starts = call.signature
-    for name, start, treedef in zip(names, starts, treedefs, strict=False):
-        for axis, argument in spec.lengths.items():
-            given = None if treedef is not None or name != argument else call.leaves[start]
-            if isinstance(given, int) or (isinstance(given, torch.Tensor) and given.dim() <= 1):
-                yield axis, start, _holder(inputs, axis)[1]
-
-
-Count: TypeAlias = tuple[int, Callable[[torch.Tensor], torch.Tensor], float]
-"""Of ``Plan.counts``."""
-
-
-def counts_of(spec: Spec, inputs: Sequence[Input], call: Call) -> tuple[tuple[Count, ...], int]:
-    """Return by which leaves to count what is real, one for each axis, and for how many rows."""
-    found: dict[str, Count] = {}
-    rows = 1
-    for each in inputs:
-        mask = spec.masks.get(each.label)
-        count: int = math.prod(each.shape)
-        if mask is not None and count and len(_without_ones(each.shape)) <= 2:  # noqa: PLR2004
-            found[mask.axis] = (each.index, functools.partial(_sum_of_real, mask), 1 / count)
-            rows = count // math.prod(each.shape[dim] for dim, _ in each.axes)
-    for axis, index, dim in _given_lengths(spec, inputs, call):
-        holder, lengths = _holder(inputs, axis)[0], call.leaves[index]
-        if isinstance(lengths, torch.Tensor) and holder.shape[dim] and axis not in found:
-            count = lengths.numel()
-            found[axis] = (index, torch.sum, 1 / (count * holder.shape[dim]))
-            rows = count if 0 not in dict(holder.axes) else 1
-    return tuple(found.values()), rows
-
-
-def _sum_of_real(mask: Mask, given: torch.Tensor) -> torch.Tensor:
-    return mask.real(given).sum()
+def _given_lengths(spec: Spec, call: Call) -> Iterable[tuple[str, Any]]:
+    """Yield each axis whose lengths the caller gives, and these."""
+    given = dict(zip(call.signature.names, call.arguments, strict=True))
+    for axis, argument in spec.lengths.items():
+        lengths = given.get(argument)
+        if isinstance(lengths, int) or (isinstance(lengths, torch.Tensor) and lengths.dim() <= 1):
+            yield axis, lengths
 
 
 def real_window(

@@ -28,8 +28,8 @@ else:
 class BucketedModule(Methods, _AnyModule):
     """What a bucketed module adds to its own class.
 
-    It shares the ``__dict__`` of the module it was made from, so parameters, buffers, hooks,
-    ``training`` and every attribute are the same for both. Hooks see real inputs and outputs.
+    It shares the ``__dict__`` of its module: parameters, buffers, hooks, ``training`` and every
+    attribute are the same for both. Hooks see real inputs and outputs.
 
     Example:
         >>> import torch

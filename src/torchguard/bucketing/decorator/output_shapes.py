@@ -1,7 +1,6 @@
 """How much of each output is real: outputs are flattened, sized and sliced.
 
-To size them the function runs once more on tensors without data whose sizes are symbols. What
-comes out says how sizes of outputs depend on sizes of inputs: L, L - 1, 2 L, (L - 1) // 2. Nothing
+To size them the function runs once more on tensors without data whose sizes are symbols: nothing
 is ever read off a size that happens to equal a bucket. ``outputs=`` says it instead.
 
 Shapes: B batch, T the size of an axis.
@@ -9,12 +8,11 @@ Shapes: B batch, T the size of an axis.
 
 from __future__ import annotations
 
-import gc
+import enum
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,11 +23,16 @@ from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.bucket import Call, Plan
 from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, real_extras
 from torchguard.bucketing.decorator.options import AxisSizes, Spec
+from torchguard.bucketing.dims import declared_at
 from torchguard.bucketing.padding import Side
 from torchguard.equivalence.isolate import buffers_restored, module_state_restored
 from torchguard.equivalence.outcome import Output
 
-_NOT_OPENED = (type, ModuleType, torch.nn.Module)
+_RETURNED = (
+    *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
+    *(torch.Size, torch.dtype, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool),
+)
+"""Types of outputs that hold no tensor, which are returned as they are."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +56,14 @@ class FlatOutput:
         leaves, treedef = flatten(whole)
         output = cls(leaves, key_paths(treedef), whole)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, (Iterator, Awaitable)):
+            if not isinstance(leaf, (torch.Tensor, *_RETURNED)):
                 raise TypeError(
-                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}: what comes "
-                    "out of it later can't be sliced. Return tensors, tuples, lists, dicts or "
-                    "dataclasses"
-                )
-            if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
-                raise TypeError(
-                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which "
-                    "holds tensors that can't be sliced: return tensors, tuples, lists, dicts "
-                    "or dataclasses (with Hugging Face models: use_cache=False; call .numpy() on "
-                    "what bucketed returns)"
+                    f"bucketed: {output.label(index)} is of type {type(leaf).__name__}, which may "
+                    "hold tensors that can't be sliced: return tensors, numbers, texts, and "
+                    "tuples, lists, dicts or dataclasses of them (with Hugging Face models: "
+                    "use_cache=False; call .numpy() on what bucketed returns)"
                 )
         return output
-
-
-# Enough for the tensors in a cache of transformers: its dict, the layers, a layer, its dict.
-_LEVELS = 6
-
-
-def _holds_tensors(value: Any) -> bool:
-    level, known = [value], {id(value)}
-    for _ in range(_LEVELS):
-        if any(isinstance(e, (torch.Tensor, np.ndarray)) and e.ndim > 0 for e in level):
-            return True
-        opened = [e for e in level if not isinstance(e, _NOT_OPENED) and not callable(e)]
-        # Of attributes, slots and containers alike.
-        level = [e for e in gc.get_referents(*opened) if id(e) not in known]
-        known.update(map(id, level))
-    return False
 
 
 class Narrow(NamedTuple):
@@ -337,7 +318,7 @@ def _declared_steps(
     """Return how ``outputs=`` says to slice each leaf, by its index."""
     found: list[tuple[int, tuple[Narrow, ...]]] = []
     for index, (leaf, path) in enumerate(zip(output.leaves, output.paths, strict=True)):
-        spec = _declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
+        spec = declared_at(declared, path) if isinstance(leaf, torch.Tensor) else None
         if spec is None:
             continue
         label = output.label(index)
@@ -368,18 +349,6 @@ def _declared_steps(
         if steps:
             found.append((index, tuple(steps)))
     return tuple(found)
-
-
-def _declared_at(declared: Any, path: KeyPath) -> Any:
-    """Return what is declared for one leaf of an output, None if nothing is."""
-    for key in path:
-        if isinstance(declared, Mapping):
-            declared = declared.get(key)
-        elif isinstance(declared, (tuple, list)) and isinstance(key, int) and key < len(declared):
-            declared = declared[key]
-        else:
-            return None
-    return declared
 
 
 def _evaluated(size: Any, sizes: AxisSizes, what: str) -> int:

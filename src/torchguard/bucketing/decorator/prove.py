@@ -69,7 +69,7 @@ def check_padding(shapes: OutputShapes, plan: Plan, call: Call, *, anew: bool) -
 
 def _real_part(spec: Spec, plan: Plan, call: Call) -> Case:
     """Cut off what is padding already, in every row, by the masks and lengths of the caller."""
-    told = real_by_caller(spec, plan.inputs, call) if plan.counts else ()
+    told = real_by_caller(spec, plan.inputs, call) if plan.told else ()
     # What is padded here as well is on the side that was asked for.
     sides = (plan.side,) if plan.pads else (plan.side, "left" if plan.side == "right" else "right")
     found = (real_window(told, plan.sizes, side) for side in sides if told)

@@ -17,9 +17,9 @@ Sizes
 
 Operations that fail
     :func:`rollback_on_error` restores tensors if a block raises. :func:`safe_resize_`,
-    :func:`safe_resize_as_` and :func:`safe_set_` are single calls. :func:`check_consistent` and
-    :func:`repair_` are for tensors that are broken already. :func:`sliced_assign` and
-    :func:`sliced_assign_` assign by index and keep the gradient.
+    :func:`safe_resize_as_` and :func:`safe_set_` are single calls. :func:`check_consistent` finds
+    tensors that are broken already. :func:`sliced_assign` and :func:`sliced_assign_` assign by
+    index and keep the gradient.
 
 The whole process
     :func:`install` switches guards on for code that does not import torchguard, and
@@ -67,7 +67,7 @@ _PUBLIC = {
     "patching.scope": ("guarded",),
     "replicas": ("replicas_agree",),
     "rollback.on_error": ("rollback_on_error",),
-    "rollback.consistency": ("check_consistent", "repair_"),
+    "rollback.consistency": ("check_consistent",),
     "rollback.recompute": ("safe_checkpoint",),
     "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "transactions.api": ("transaction",),

@@ -35,7 +35,7 @@ from torchguard.patching.install import install, installed, uninstall
 from torchguard.patching.scope import guarded
 from torchguard.replicas import Replicas as Replicas
 from torchguard.replicas import replicas_agree
-from torchguard.rollback.consistency import check_consistent, repair_
+from torchguard.rollback.consistency import check_consistent
 from torchguard.rollback.on_error import rollback_on_error
 from torchguard.rollback.recompute import safe_checkpoint
 from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
@@ -74,7 +74,6 @@ __all__ = [
     "load_sharded",
     "load_state_dict",
     "pad_to_bucket",
-    "repair_",
     "replicas_agree",
     "rollback_on_error",
     "safe_checkpoint",

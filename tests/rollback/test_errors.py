@@ -57,9 +57,6 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     r"safe_set_: tensor is of type ndarray, expected a torch\.Tensor": (
         lambda: torchguard.safe_set_(ARRAY, plain())
     ),
-    r"repair_: tensor is of type ndarray, expected a torch\.Tensor; torchguard\.check_consistent": (
-        lambda: torchguard.repair_(ARRAY)
-    ),
     r"rollback_on_error: objects\[1\] is of type int, expected a tensor, a module, an optimizer": (
         lambda: torchguard.rollback_on_error(plain(), 3)
     ),

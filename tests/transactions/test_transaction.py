@@ -157,22 +157,6 @@ def test_memory_that_was_seen_in_another_way_before_the_block_stays_so(
     assert tensor_state(tensor) == before
 
 
-def test_numpys_generator_that_a_block_replaces_comes_back() -> None:
-    step = torchguard.transaction(nn.Linear(1, 1), [])
-    of_numpy: Any = np.random  # whose types leave these two out
-    before = of_numpy.get_bit_generator()
-    state = np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with pytest.raises(Failure), step:
-            of_numpy.set_bit_generator(np.random.PCG64(3))
-            np.random.rand()  # noqa: NPY002
-            raise Failure
-        assert of_numpy.get_bit_generator() is before
-        np.testing.assert_equal(np.random.get_state(legacy=False), state)  # noqa: NPY002
-    finally:
-        of_numpy.set_bit_generator(before)
-
-
 @pytest.mark.parametrize("kind", ["loop", "foreach"])
 def test_a_block_may_catch_what_the_step_raises_and_step_again(kind: str) -> None:
     plain_run, guarded = Training(kind), Training(kind)

@@ -12,13 +12,11 @@ from torchguard.errors import InconsistentTensorError
 from torchguard.state.containers import require_container, tensors_in
 from torchguard.state.tensors import (
     bytes_needed,
-    original_set_,
     parts_of,
     read_stride_and_offset,
 )
 
-# Quantized dtypes that keep several elements in one byte.
-_ELEMENTS_PER_BYTE = {torch.quint4x2: 2, torch.quint2x4: 4}
+_PACKED = {torch.quint4x2, torch.quint2x4}  # several elements in one byte
 
 
 def is_consistent(tensor: torch.Tensor) -> bool:
@@ -70,61 +68,8 @@ def check_consistent(obj: object) -> None:
         path, fault = next((found for found in faults if found[1] is not None), ("", None))
     if fault is not None:
         raise InconsistentTensorError(
-            f"{path}: {fault}; torchguard.repair_() turns it into a 1-D view of what is there"
+            f"{path}: {fault}; tensor.set_(tensor.untyped_storage(), 0, (0,), (1,)) empties it"
         )
-
-
-@public
-def repair_(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` if it is consistent; else make it a 1-D view of its whole storage.
-
-    Works in place and returns the same tensor: size ``(storage bytes // itemsize,)``,
-    stride 1, storage offset 0. Its elements are the bytes that the storage holds.
-
-    Args:
-        tensor: any tensor.
-
-    Raises:
-        InconsistentTensorError: the tensor is inconsistent and has no storage of
-            its own to show (a sparse tensor or a wrapper whose parts are wrong).
-        TypeError: ``tensor`` is not a tensor.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
-
-    Cost:
-        Metadata only: no element is read or written.
-
-    Example:
-        >>> import numpy as np, torch, torchguard
-        >>> t = torch.from_numpy(np.zeros(4))
-        >>> try:
-        ...     t.resize_(5, 5)  # fails, and PyTorch leaves the new shape
-        ... except RuntimeError:
-        ...     pass
-        >>> torchguard.repair_(t).tolist()
-        [0.0, 0.0, 0.0, 0.0]
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"repair_: tensor is of type {type(tensor).__name__}, expected a torch.Tensor; "
-            "torchguard.check_consistent(obj) finds the one in a module or container"
-        )
-    with without_torch_function():
-        fault = _fault(tensor)
-        if fault is None:
-            return tensor
-        if _is_made_of_others(tensor):
-            raise InconsistentTensorError(
-                f"repair_: the tensor's part {fault}; a {type(tensor).__name__} of layout "
-                f"{tensor.layout} is made of other tensors, so call torchguard.repair_() on the "
-                "one named here"
-            )
-        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-            storage = tensor.untyped_storage()
-            per_byte = _ELEMENTS_PER_BYTE.get(tensor.dtype, 1)
-            length = storage.nbytes() * per_byte // tensor.itemsize
-            original_set_(tensor, storage, 0, (length,), (1,))
-    return tensor
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
@@ -155,8 +100,6 @@ def _strided_fault(tensor: torch.Tensor) -> str | None:
         if min(numbers, default=0) < 0:
             return f"{where}: a negative {name}"
     needed = bytes_needed(size, stride, offset, tensor.itemsize)
-    if tensor.dtype in _ELEMENTS_PER_BYTE:
-        needed = -(-needed // _ELEMENTS_PER_BYTE[tensor.dtype])
-    if needed > held:
+    if needed > held and tensor.dtype not in _PACKED:
         return f"{where}: {needed} bytes needed, the storage holds {held}"
     return None

@@ -102,14 +102,14 @@ def _call_with_copies(
 # ---- install("overlap") ----
 
 
-def _all_apart(written: Any, operands: tuple[Any, ...]) -> bool:
+def _all_apart(written: Any, operands: tuple[Any, ...], *, elementwise: bool = False) -> bool:
     """Whether none of these can share memory with a tensor: the quick answer, else False."""
     if type(written) not in PLAIN:
         return False
     for each in operands:
         kind = type(each)
         if kind in PLAIN:
-            if not are_apart(written, each):
+            if not (elementwise and each is written) and not are_apart(written, each):
                 return False
         elif kind is tuple:  # an index
             for part in each:
@@ -178,7 +178,7 @@ def guard_function(original: Callable[..., Any]) -> Callable[..., Any]:
 def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that writes to ``out=``, and to nothing else, do so."""
     elementwise = is_elementwise(original)
-    plain, switch = PLAIN, SWITCH
+    switch = SWITCH
 
     def function(*args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None:
@@ -187,16 +187,8 @@ def guard_out(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, out=out, **kwargs)
         if has_torch_function((*args, out, *kwargs.values())):
             return computed(original, args, {**kwargs, "out": out}, is_seen=True)
-        if type(out) in plain:
-            for each in args:
-                kind = type(each)
-                if kind is int or kind is float or (elementwise and each is out):
-                    continue
-                if kind not in plain or not are_apart(out, each):
-                    break
-            else:
-                if not kwargs:
-                    return original(*args, out=out)
+        if not kwargs and _all_apart(out, args, elementwise=elementwise):
+            return original(*args, out=out)
         return computed(original, args, {**kwargs, "out": out})
 
     return function

@@ -218,15 +218,13 @@ def generators_among(values: Iterable[Any]) -> list[Access]:
     ]
 
 
-_numpy: Any = np.random  # whose global generator may be exchanged, since numpy 1.24
 _known: tuple[Any, dict[str, Access]] = None, {}
 
 
 def named_generators() -> dict[str, Access]:
     """Return the process's generators: PyTorch's, the CPU's first, then Python's and numpy's."""
-    global _known  # anew if a device or another generator of numpy came into use
-    bit_generator = _numpy.get_bit_generator() if hasattr(_numpy, "get_bit_generator") else None
-    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized(), bit_generator
+    global _known  # anew if a device came into use
+    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized()
     if in_use != _known[0]:
         found: dict[str, Access] = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
         devices: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}
@@ -239,19 +237,10 @@ def named_generators() -> dict[str, Access]:
         if torch.backends.mps.is_available():
             found["mps"] = torch.mps.get_rng_state, torch.mps.set_rng_state
         found["python"] = random.getstate, random.setstate
-        _known = in_use, {**found, "numpy": _of_numpy(bit_generator)}
+        of_numpy: Any = np.random  # the types leave out what legacy= returns
+        found["numpy"] = functools.partial(of_numpy.get_state, legacy=False), of_numpy.set_state
+        _known = in_use, found
     return _known[1]
-
-
-def _of_numpy(bit_generator: Any) -> Access:
-    """Return the access to numpy's global generator, which may have been exchanged meanwhile."""
-
-    def set_state(state: Any) -> None:
-        if bit_generator is not None and _numpy.get_bit_generator() is not bit_generator:
-            _numpy.set_bit_generator(bit_generator)
-        _numpy.set_state(state)
-
-    return functools.partial(_numpy.get_state, legacy=False), set_state
 
 
 # ---- training steps ----

@@ -42,7 +42,6 @@ def mutation() -> None:
 
     assert_type(is_consistent(t), bool)
     torchguard.check_consistent({"weights": [t, torch.nn.Linear(2, 2)]})
-    assert_type(torchguard.repair_(t), torch.Tensor)
 
 
 def buckets() -> None:

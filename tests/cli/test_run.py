@@ -74,16 +74,16 @@ print(sys.stdin.read().upper())
 
 # Programs that end in their own way; what they print and their status have to be python's.
 ENDINGS = {
-    "a text": "import sys; sys.exit('all lost')",
-    "an error": """
+    "a_text.py": "import sys; sys.exit('all lost')",
+    "an_error.py": """
         def first():
             second()
         def second():
             raise ValueError("two\\nlines")
         first()
     """,
-    "a syntax error": "x = (1,\nprint('never')\n1 1",
-    "an error in an import": "import broken_module",
+    "a_syntax_error.py": "x = (1,\nprint('never')\n1 1",
+    "an_error_in_an_import.py": "import no_such_module",
 }
 LATE = """
 import atexit, pickle, threading, time, warnings
@@ -98,28 +98,45 @@ warnings.warn("old", DeprecationWarning)
 """
 
 
-class TestScript:
-    @pytest.mark.parametrize("name", ["sub/../sub/in.py", "link.py"])
-    def test_mirror(self, tmp_path: Path, name: str) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Scripts and a package that print what they see of how they were started."""
+    write(tmp_path / "sub" / "in.py", MIRROR)
+    write(tmp_path / "real" / "mirror.py", "import beside\n" + MIRROR)
+    write(tmp_path / "real" / "beside.py", "")
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "mirror.py")
+    write(tmp_path / "package" / "__init__.py", "import sys; print('parent', sys.argv)\n")
+    write(tmp_path / "package" / "__main__.py", "from . import beside\n" + MIRROR)
+    write(tmp_path / "package" / "beside.py", MIRROR)
+    write(tmp_path / "empty" / "__init__.py", "")
+    return tmp_path
+
+
+class TestProgram:
+    @pytest.mark.parametrize(
+        "program",
+        [["sub/../sub/in.py"], ["link.py"], ["-m", "package"], ["-m", "package.beside"]],
+        ids=" ".join,
+    )
+    def test_mirror(self, folder: Path, program: list[str]) -> None:
         """It sees the same as under ``python``; behind a link, the modules beside the file."""
-        write(tmp_path / "sub" / "in.py", MIRROR)
-        write(tmp_path / "real" / "mirror.py", "import beside\n" + MIRROR)
-        write(tmp_path / "real" / "beside.py", "")
-        if name == "link.py":
-            (tmp_path / name).symlink_to(tmp_path / "real" / "mirror.py")
         arguments = ("--guards", "-m", "-h", "a b", "")
-        python, guarded = both(name, *arguments, folder=tmp_path)
+        python, guarded = both(*program, *arguments, folder=folder)
         assert "'--guards', '-m', '-h', 'a b', ''" in python.stdout
         assert "HEAR ME" in python.stdout
         assert guarded.stdout == python.stdout, guarded.stderr
 
-    @pytest.mark.parametrize("ending", ENDINGS)
-    def test_end(self, tmp_path: Path, ending: str) -> None:
+    @pytest.mark.parametrize(
+        "program",
+        [*([name] for name in ENDINGS), ["-m", "package.missing"], ["-m", "empty"]],
+        ids=" ".join,
+    )
+    def test_end(self, folder: Path, program: list[str]) -> None:
         """It ends as under ``python``; the traceback has frames of torchguard before its own."""
-        write(tmp_path / "broken_module.py", "import no_such_module")
-        write(tmp_path / "ends.py", ENDINGS[ending])
-        python, guarded = both("ends.py", folder=tmp_path)
-        assert guarded.returncode == python.returncode
+        if program[0] in ENDINGS:
+            write(folder / program[0], ENDINGS[program[0]])
+        python, guarded = both(*program, folder=folder)
+        assert guarded.returncode == python.returncode == 1
         assert guarded.stdout == python.stdout
         assert guarded.stderr.splitlines()[-3:] == python.stderr.splitlines()[-3:]
 
@@ -145,33 +162,6 @@ class TestScript:
             _, errors = program.communicate(timeout=120)
         assert program.returncode == -signal.SIGINT
         assert errors.splitlines()[-1] == "KeyboardInterrupt"
-
-
-class TestModule:
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        init = "import sys; print('parent', sys.argv)\n"
-        write(tmp_path / "package" / "__init__.py", init)
-        write(tmp_path / "package" / "__main__.py", "from . import beside\n" + MIRROR)
-        write(tmp_path / "package" / "beside.py", MIRROR)
-        write(tmp_path / "package" / "needs.py", "")
-        write(tmp_path / "empty" / "__init__.py", "")
-        return tmp_path
-
-    @pytest.mark.parametrize("name", ["package", "package.beside"])
-    def test_mirror(self, folder: Path, name: str) -> None:
-        """It sees what ``python`` shows it."""
-        arguments = ("-m", "--guards", "x")
-        python, guarded = both("-m", name, *arguments, folder=folder)
-        assert "'-m', '--guards', 'x'" in python.stdout
-        assert guarded.stdout == python.stdout, guarded.stderr
-
-    @pytest.mark.parametrize("name", ["package.missing", "empty"])
-    def test_not_runnable(self, folder: Path, name: str) -> None:
-        """A module that can't be run says why, as ``python -m`` does."""
-        python, guarded = both("-m", name, folder=folder)
-        assert (guarded.returncode, guarded.stderr) == (python.returncode, python.stderr)
-        assert guarded.returncode == 1
 
 
 # Says in one word whether the guard works here: a resize_ that fails must leave the shape alone.

@@ -6,24 +6,17 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable
-from functools import partial
 
 DOCUMENTATION = "https://torchguard.github.io/torchguard/"
 
 
-def _positive(text: str, *, kind: Callable[[str], float], expected: str) -> float:
+def positive_int(text: str) -> int:
+    """Read an option that counts something, for argparse."""
     with contextlib.suppress(ValueError):
-        number = kind(text)
-        if number > 0:
+        if (number := int(text)) > 0:
             return number
     # Another error would be reported with the name of this function.
-    raise argparse.ArgumentTypeError(f"{text!r} is no {expected}")
-
-
-# Read an option that counts something, and one that is a time, for argparse.
-positive_int = partial(_positive, kind=int, expected="whole number from 1 on")
-positive_float = partial(_positive, kind=float, expected="number above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
 
 
 def write(text: str) -> None:

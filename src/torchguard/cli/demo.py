@@ -122,19 +122,12 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
         axes.plot(losses, color=color, linewidth=width, label=label)
     for number in (5, 17, 29, 41, 53):
         axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
-    # Behind the last step; two of the curves end at the same loss.
-    for (label, (losses, color, _)), above in zip(lines.items(), (0.72, 1.0, 1.15), strict=True):
-        axes.annotate(label, (steps + 0.5, losses[-1] * above), color=color, fontsize=9)
-    axes.set_xlim(-1, steps * 1.6)
+    axes.legend(frameon=False)
     axes.set(xlabel="step (dotted: out of memory)", ylabel="loss", yscale="log")
-    axes.set_xticks(range(0, steps + 1, 20))
     axes.set_title(
         "A step that is retried after running out of memory changes the training",
         loc="left",
         fontsize=10,
     )
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
-        return f"the losses are not drawn: {error}"
+    figure.savefig(path, dpi=110)
     return f"the losses: {path}"

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from torchguard.cli import interrupted, positive_float, positive_int, write
+from torchguard.cli import interrupted, write
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_ids
 from torchguard.defects.diagnosis import DoctorReport, Environment, Row, doctor, select
 
@@ -34,12 +34,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--family", choices=FAMILIES, help="probe this family only")
     parser.add_argument(
-        "--jobs", metavar="N", type=positive_int, help="processes side by side (default: cores)"
+        "--jobs", metavar="N", type=int, help="processes side by side (default: cores)"
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=positive_float,
+        type=float,
         default=120.0,
         help="kill a probe after this time (default: 120)",
     )
@@ -47,18 +47,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
-    # doctor() selects too: here a wrong name is bad usage, with the options that there are.
     try:
-        chosen = select(options.only, options.family)
+        # doctor() selects too: here it says how many lines of progress there will be.
+        total = len(select(options.only, options.family))
+        # A program that reads the document wants nothing else.
+        silent = options.json and not sys.stderr.isatty()
+        report = doctor(
+            options.only,
+            options.family,
+            progress=None if silent else shown_on(sys.stderr, total),
+            jobs=options.jobs,
+            timeout=options.timeout,
+        )
     except ValueError as error:
         options.parser.error(str(error))  # exits with 2
-    # A program that reads the document wants nothing else.
-    progress = None
-    if sys.stderr.isatty() or not options.json:
-        progress = shown_on(sys.stderr, len(chosen))
-    try:
-        limits = {"jobs": options.jobs, "timeout": options.timeout}
-        report = doctor(options.only, options.family, progress=progress, **limits)
     except KeyboardInterrupt:
         return interrupted("doctor")
     write(report.to_json() + "\n" if options.json else lines(report))
@@ -85,7 +87,7 @@ def lines(report: DoctorReport) -> str:
     """Write one line for each defect, with everything there is to say about it."""
     shown = []
     for row in report.rows:
-        guard = _guard(row) and f"guard: {_guard(row)}"
+        guard = f"guard: {guards_as_code(row.guards)}" if row.live and row.guards else ""
         detail = row.summary if row.bare.status == "crash" else row.bare.detail
         parts = (one_line(row), detail, guard, _note(row), *row.upstream)
         shown.append("; ".join(filter(None, parts)))
@@ -95,7 +97,7 @@ def lines(report: DoctorReport) -> str:
 def one_line(row: Row) -> str:
     """Say what was found about one defect, as the progress does."""
     bare = f"crash ({row.bare.detail})" if row.bare.status == "crash" else row.bare.status
-    guarded = _guarded(row)
+    guarded = "open, no guard yet" if row.live and not row.guards else row.guarded.status
     return f"{row.id}: {bare}" if guarded == "-" else f"{row.id}: {bare}, {guarded}"
 
 
@@ -106,14 +108,6 @@ def guards_as_code(guards: Iterable[str]) -> str:
     parts = [f"install({installed})"] if installed else []
     parts += [CALLED_GUARDS[name] for name in guards if name in CALLED_GUARDS]
     return " and ".join(parts)
-
-
-def _guarded(row: Row) -> str:
-    return "open, no guard yet" if row.live and not row.guards else row.guarded.status
-
-
-def _guard(row: Row) -> str:
-    return guards_as_code(row.guards) if row.live else ""
 
 
 def _note(row: Row) -> str:

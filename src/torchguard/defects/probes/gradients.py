@@ -71,7 +71,7 @@ def _other_gradient(
 
 
 def _scattered(x: Tensor) -> Tensor:
-    return torch.slice_scatter(x, x.new_zeros(1, 3), dim=0, start=1, end=2).sum()
+    return torch.slice_scatter(x, x.new_zeros(1, 3), dim=0, start=2, end=3).sum()
 
 
 @gradient_defect(

@@ -231,29 +231,8 @@ def sgd_fused_half() -> str | None:
     return f"{stayed} of 64 bfloat16 weights did not move in step()" if stayed else None
 
 
-_BATCH = 4
-
-
 def _run_out_of_memory(_gradient: Tensor) -> None:
     torch.empty(2**50)  # 4 PiB: no machine has them
-
-
-def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
-    """Return the gradient of the last bias and BatchNorm's count after a failure and a retry."""
-    norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
-    step = protect([norm, last], [SGD([*norm.parameters(), *last.parameters()])], None)
-    for memory_runs_out in (True, False):
-        inputs = torch.arange(2.0 * _BATCH).reshape(_BATCH, 2).requires_grad_()
-        if memory_runs_out:
-            # Called at the end of the backward, when `last` and `norm` have their gradients.
-            inputs.register_hook(_run_out_of_memory)
-        try:
-            with step:
-                last(norm(inputs)).sum().backward()
-        except RuntimeError:
-            continue
-    gradient, count = last.bias.grad, norm.num_batches_tracked
-    return (0.0 if gradient is None else gradient.item()), (0 if count is None else int(count))
 
 
 @_transaction_defect(
@@ -263,13 +242,21 @@ def _train_with_one_retry(protect: _Protect) -> tuple[float, int]:
 )
 def oom_retry(protect: _Protect = _plain) -> str | None:
     """Let a backward run out of memory once, repeat the step and look at what is different."""
-    gradient, batches = _train_with_one_retry(protect)
-    seen = []
-    if gradient != _BATCH:
-        seen.append(f"gradient {gradient:g}, right is {_BATCH}")
-    if batches != 1:
-        seen.append(f"BatchNorm counted {batches} of 1 batch")
-    return f"after a retry: {', '.join(seen)}" if seen else None
+    norm, last = nn.BatchNorm1d(2), nn.Linear(2, 1)
+    step = protect([norm, last], [SGD([*norm.parameters(), *last.parameters()])], None)
+    for memory_runs_out in (True, False):
+        inputs = torch.arange(8.0).reshape(4, 2).requires_grad_()
+        if memory_runs_out:
+            # Called at the end of the backward, when `last` and `norm` have their gradients.
+            inputs.register_hook(_run_out_of_memory)
+        with contextlib.suppress(RuntimeError), step:
+            last(norm(inputs)).sum().backward()
+    gradient, batches = float(last.bias.grad or 0), int(norm.num_batches_tracked or 0)
+    if gradient == len(inputs) and batches == 1:
+        return None
+    return (
+        f"after a retry: gradient {gradient:g}, right is 4; BatchNorm counted {batches} of 1 batch"
+    )
 
 
 @memory_defect(

@@ -236,7 +236,7 @@ class TestTheLinkIsNotTheFolder:
         ):
             torch.save(2, path / "model.pt")
         with (
-            pytest.raises(torchguard.errors.SaveError, match="folder that is yielded, and wait"),
+            pytest.raises(torchguard.errors.SaveError, match="and wait inside the block"),
             torchguard.checkpoint_folder(tmp_path / "other"),
         ):
             pass

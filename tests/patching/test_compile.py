@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,16 +63,8 @@ def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.norm(torch.add(torch.matmul(weight, x), 1)) + torch.sum(torch.exp(weight))  # type: ignore[no-any-return]
 
 
-def failing(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0])
-    torch.add(x, 1, out=out)
-    out.resize_(x.shape[0])
-    out.resize_(2, x.shape[0])  # some releases can't do this with symbolic sizes
-    return torch.add(x, torch.ones(x.shape[0] + 1), out=out.resize_as_(x))  # and none this
-
-
 MADE: list[tuple[Callable[[Any], Any], Any]] = [
-    *((as_fx_graph, each) for each in (adds_and_norms, writes_into_out, failing)),
+    *((as_fx_graph, each) for each in (adds_and_norms, writes_into_out)),
     (as_transforms, loss),
 ]
 
@@ -159,26 +150,6 @@ def after_a_break(x: torch.Tensor) -> torch.Tensor:
     return torch.add(y, 1, out=torch.empty(2, 2)) * 2
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
-def in_eager(x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(0)
-    torch.mul(x, 2, out=out)
-    torch.add(out, 1)
-    torch.norm(out, "fro", 1, False, torch.empty(4))
-    for fails in (
-        lambda: x.resize_(-1),
-        lambda: x.set_(torch.ones(2).untyped_storage(), -3, (5,)),  # type: ignore[call-overload]
-        lambda: torch.index_select(x, 0, torch.tensor([99]), out=x),
-    ):
-        with contextlib.suppress(RuntimeError, IndexError):
-            fails()
-    return out.resize_(2, 2).resize_as_(torch.ones(3)).set_(torch.ones(2, 2))  # type: ignore[call-overload, no-any-return]
-
-
-def calls_eager_code(x: torch.Tensor) -> torch.Tensor:
-    return in_eager(x + 1) * 2  # type: ignore[no-any-return]
-
-
 CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any, ...]]]] = {
     "model": (model, square),
     "many": (lambda: many, square),
@@ -186,7 +157,6 @@ CASES: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[Any,
     "into_input": (lambda: into_input, lambda: (*square(), torch.empty(4, 4))),
     "resizes": (lambda: resizes, square),
     "after_a_break": (lambda: after_a_break, square),
-    "calls_eager_code": (lambda: calls_eager_code, square),
 }
 
 

@@ -23,18 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 # --- installing and uninstalling between calls
 
 
-def test_install_between_calls_changes_no_result_and_goes_on_compiling_few_times() -> None:
-    counting = Counting("aot_eager")
-    compiled = torch.compile(with_out, backend=counting)
-    (x,) = square()
-    expected = with_out(x)
-    for _ in range(4):
-        torch.testing.assert_close(compiled(x), expected)
-        with install("resize", "out"):
-            torch.testing.assert_close(compiled(x), expected)
-    assert len(counting.graphs) <= 2, "one for the bare functions, one for the guarded ones"
-
-
 def test_what_was_compiled_before_is_guarded_between_its_graphs_and_not_compiled_again() -> None:
     """``resize_`` is a method: nothing has to be compiled again."""
 

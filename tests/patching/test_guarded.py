@@ -160,10 +160,9 @@ def test_what_has_no_calls_is_not_decorated() -> None:
         yield 1
 
     wrong: dict[str, Any] = {
-        "function is the class .*Adder, expected a function": Adder,
-        "function is 3, expected a function": 3,
-        "function is a Tensor": torch.ones(1),
-        "steps is an async generator": steps,
+        "function is .*Adder, expected a function": Adder,
+        "function is int, expected a function": 3,
+        "function is .*steps, expected": steps,
     }
     for message, each in wrong.items():
         with pytest.raises(TypeError, match=message):

@@ -84,51 +84,6 @@ def test_a_function_is_pickled_by_its_name() -> None:
             pickle.dumps(function)
 
 
-# --- subclasses
-
-
-class Dispatching(torch.Tensor):
-    """The pattern of torch's notes on extending torch: a table of functions."""
-
-    table: dict[Any, str]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in cls.table:
-            return cls.table[func]
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def table_of_originals() -> dict[Any, str]:
-    """What docs/process/patching.md tells those to write who look functions up by identity."""
-    names = "add", "norm", "nn.functional.gelu", "Tensor.resize_", "nn.functional.normalize"
-    table = {patch.original(f"torch.{name}"): name.rpartition(".")[2] for name in names}
-    return table | {patch.original("torch.resize_as_"): "torch.resize_as_"}
-
-
-def assert_dispatched() -> None:
-    tensor: Any = torch.ones(3).as_subclass(Dispatching)
-    assert [
-        torch.add(tensor, 1),
-        torch.add(torch.ones(3), tensor, out=torch.empty(3)),
-        torch.norm(tensor),
-        torch.nn.functional.gelu(tensor),
-        tensor.resize_(2),
-        torch.nn.functional.normalize(tensor),
-        torch.resize_as_(tensor, torch.ones(3)),
-    ] == ["add", "add", "norm", "gelu", "resize_", "normalize", "torch.resize_as_"]
-
-
-def test_a_dispatch_table_works_whenever_it_is_built() -> None:
-    Dispatching.table = table_of_originals()
-    assert_dispatched()
-    with install("resize", "out"):
-        assert_dispatched()
-        Dispatching.table = table_of_originals()
-        assert_dispatched()
-    assert_dispatched()
-
-
 # --- tables of torch that know functions by identity
 
 

@@ -28,7 +28,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "ValueError: no defect 'buffer-updat' in the catalog; did you mean buffer-update": (
         lambda: ANY.doctor(only="buffer-updat")
     ),
-    "TypeError: guarded: function is a Tensor, expected a function or a method": (
+    "TypeError: guarded: function is Tensor, expected a function, a method": (
         lambda: ANY.guarded()(torch.ones(2))
     ),
     "TypeError: bucketed: got Buckets by position, expected options by name: ": (

@@ -14,15 +14,19 @@ import inspect
 import json
 import operator
 import os
+import pickle
 import signal
 import sys
-import time
+import tempfile
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+torch: Any = importlib.import_module("torch")
+numpy: Any = importlib.import_module("numpy")
 _SECONDS = 60
 
 
@@ -94,14 +98,9 @@ def replaced(path: str, make: Callable[[Any], Any]) -> None:
 
 
 def _with_one_more_argument(original: Any) -> Any:
-    @functools.wraps(original)
-    def changed(later: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{original.__name__}() missing 1 required positional argument: 'later'")
 
-    del changed
     return refuse
 
 
@@ -154,7 +153,7 @@ def _local_renamed(name: str) -> None:
         function.__code__ = code.replace(co_varnames=names)
 
 
-def _loads_otherwise(torch: Any) -> None:
+def _loads_otherwise() -> None:
     """``Module.load_state_dict`` copies with another operator than ``copy_``."""
 
     def copy_of_later(self: Any, other: Any) -> Any:
@@ -204,10 +203,6 @@ def generator() -> str:
     """Return the path of the generator that ``checkpoint`` runs on this release."""
     module = importlib.import_module(_CHECKPOINT)
     return _GENERATOR + "_impl" * hasattr(module, _GENERATOR.rpartition(".")[2] + "_impl")
-
-
-def _torch() -> Any:
-    return sys.modules["torch"]
 
 
 def _table(change: Callable[[str], None], *paths: str) -> dict[str, Callable[[], None]]:
@@ -289,7 +284,7 @@ EAGER: dict[str, Callable[[], None]] = {
     "checkpoint() applies another function": lambda: _another_reentrant(
         importlib.import_module(_CHECKPOINT)
     ),
-    "load_state_dict copies otherwise": lambda: _loads_otherwise(_torch()),
+    "load_state_dict copies otherwise": _loads_otherwise,
     "Tensor.share_memory_ calls another method": lambda: uncalled(
         "torch.UntypedStorage.share_memory_", callers="torch.storage"
     ),
@@ -334,11 +329,11 @@ class Unprotected(Exception):  # noqa: N818  an answer
     """What a judge has seen."""
 
 
-def _fixed(torch: Any, numpy: Any, *, size: int = 1) -> Any:
+def _fixed(size: int = 1) -> Any:
     return torch.from_numpy(numpy.ones(size))  # its memory can't grow
 
 
-def _keeps_shape(torch: Any, tensor: Any, call: Callable[[], object]) -> None:
+def _keeps_shape(tensor: Any, call: Callable[[], object]) -> None:
     shape = tuple(tensor.shape)
     with contextlib.suppress(RuntimeError):
         call()
@@ -347,28 +342,28 @@ def _keeps_shape(torch: Any, tensor: Any, call: Callable[[], object]) -> None:
         raise Unprotected(f"the shape is {tuple(tensor.shape)}, not {shape}")
 
 
-def _keeps_version(torch: Any, numpy: Any, resize: Callable[[Any], object]) -> None:
-    fixed = _fixed(torch, numpy)
+def _keeps_version(resize: Callable[[Any], object]) -> None:
+    fixed = _fixed()
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
     loss = (weight * fixed).sum()
-    _keeps_shape(torch, fixed, lambda: resize(fixed))
+    _keeps_shape(fixed, lambda: resize(fixed))
     try:
         loss.backward()
     except RuntimeError as error:
         raise Unprotected("a backward sees a write") from error
 
 
-def _resize(torch: Any, numpy: Any) -> None:
+def _resize(torchguard: Any) -> None:
     for resize in (
         lambda t: t.resize_(5),
         lambda t: t.resize_(-1),
         lambda t: t.resize_as_(torch.ones(5)),
         lambda t: t.set_(t.untyped_storage(), 0, (5,), (1,)),
     ):
-        _keeps_version(torch, numpy, resize)
+        _keeps_version(resize)
 
 
-def _out(torch: Any, numpy: Any) -> None:
+def _out(torchguard: Any) -> None:
     x = torch.ones(5, 5, dtype=torch.float64)
     for write in (
         lambda out: torch.add(x, 1, out=out),
@@ -381,11 +376,11 @@ def _out(torch: Any, numpy: Any) -> None:
         lambda out: torch.fft.fftfreq(5, out=out),
         lambda out: torch.nn.functional.softplus(x, out=out),
     ):
-        out = _fixed(torch, numpy, size=0)
-        _keeps_shape(torch, out, functools.partial(write, out))
+        out = _fixed(0)
+        _keeps_shape(out, functools.partial(write, out))
 
 
-def _overlap(torch: Any, numpy: Any) -> None:
+def _overlap(torchguard: Any) -> None:
     def subtract(x: Any) -> None:
         x -= x[:, :1]
 
@@ -410,10 +405,8 @@ def _overlap(torch: Any, numpy: Any) -> None:
                 raise Unprotected(write.__name__)
 
 
-def _checks(torch: Any, numpy: Any) -> None:
-    from torchguard import errors  # noqa: PLC0415
-
-    functional, two = torch.nn.functional, torch.ones(2, 2)
+def _checks(torchguard: Any) -> None:
+    errors, functional, two = torchguard.errors, torch.nn.functional, torch.ones(2, 2)
     far = torch.tensor([5])
     calls: tuple[Callable[[], object], ...] = (
         lambda: functional.embedding(far, two),
@@ -443,10 +436,7 @@ def _checks(torch: Any, numpy: Any) -> None:
         raise Unprotected("nothing is raised")
 
 
-def _save(torch: Any, numpy: Any) -> None:
-    import pickle  # noqa: PLC0415
-    import tempfile  # noqa: PLC0415
-    from pathlib import Path  # noqa: PLC0415
+def _save(torchguard: Any) -> None:
 
     refused = (AttributeError, pickle.PicklingError, TypeError, ImportError)
     with tempfile.TemporaryDirectory() as folder:
@@ -458,15 +448,15 @@ def _save(torch: Any, numpy: Any) -> None:
             raise Unprotected("the old file is gone")
 
 
-def _load(torch: Any, numpy: Any) -> None:
-    module = torch.nn.LayerNorm(1)
+def _load(_: Any, *, load: Any = None) -> None:
+    module, load = torch.nn.LayerNorm(1), load or torch.nn.Module.load_state_dict
     with contextlib.suppress(RuntimeError):
-        module.load_state_dict({"weight": torch.full((1,), 77.0), "bias": torch.ones(9)})
+        load(module, {"weight": torch.full((1,), 77.0), "bias": torch.ones(9)})
     if module.weight.item() != 1.0:
         raise Unprotected("a part of the state is loaded")
 
 
-def _numpy(torch: Any, numpy: Any) -> None:
+def _numpy(torchguard: Any) -> None:
     for convert in (torch.from_numpy, torch.as_tensor, torch.asarray):
         array = numpy.zeros(1)
         array.flags.writeable = False
@@ -481,7 +471,7 @@ def _numpy(torch: Any, numpy: Any) -> None:
         raise Unprotected("share_memory_ moves what numpy sees")
 
 
-def _recompute(torch: Any, numpy: Any, *, function: Any = None) -> None:
+def _recompute(_: Any, *, function: Any = None) -> None:
     import torch.utils.checkpoint as module  # noqa: PLC0415
 
     with_dynamo = _DYNAMO in sys.modules
@@ -503,23 +493,21 @@ GUARDS = {
 }  # fmt: skip
 
 
-def _compiled_checks(torch: Any, numpy: Any) -> None:
-    from torchguard.errors import IndexOutOfRangeError  # noqa: PLC0415
-
+def _compiled_checks(torchguard: Any) -> None:
     def look_up(index: Any, weight: Any) -> Any:
         return torch.nn.functional.embedding(index, weight)
 
     look_up_compiled = torch.compile(look_up, backend="aot_eager")
     try:
         look_up_compiled(torch.tensor([5]), torch.ones(2, 2))
-    except IndexOutOfRangeError:
+    except torchguard.errors.IndexOutOfRangeError:
         return
     except Exception as error:
         raise Unprotected(f"PyTorch's own {error}") from error
     raise Unprotected("nothing is raised")
 
 
-def _compiled_setitem(torch: Any, numpy: Any) -> None:
+def _compiled_setitem(torchguard: Any) -> None:
     def assign(value: Any) -> Any:
         x = torch.zeros(2, 2)
         x[0][0] = value
@@ -529,7 +517,7 @@ def _compiled_setitem(torch: Any, numpy: Any) -> None:
         raise Unprotected("requires_grad is False")
 
 
-def _compiled_scatter(torch: Any, numpy: Any) -> None:
+def _compiled_scatter(torchguard: Any) -> None:
     seen: list[str] = []
 
     def keep(graph: Any, _: Any) -> Any:
@@ -548,17 +536,13 @@ def _wrong(graph: Any, _: Any) -> Callable[..., Any]:
     return lambda *inputs: [each + 1 for each in graph.forward(*inputs)]
 
 
-def _verified(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
+def _verified(torchguard: Any) -> None:
     double = torchguard.verified(lambda x: x * 2, backend=_wrong)
     if double(torch.ones(2)).tolist() != [2.0, 2.0]:
         raise Unprotected("a wrong graph is used")
 
 
-def _transaction(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
+def _transaction(torchguard: Any) -> None:
     weights = torch.nn.ParameterList([torch.ones(2), torch.ones(2)])
     optimizer = torch.optim.Adam(weights, foreach=False)
     step = torchguard.transaction(weights, optimizer)
@@ -580,10 +564,8 @@ def _transaction(torch: Any, numpy: Any) -> None:
         raise Unprotected("half a step stays")
 
 
-def _safe_checkpoint(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
-    _recompute(torch, numpy, function=torchguard.safe_checkpoint)
+def _safe_checkpoint(torchguard: Any) -> None:
+    _recompute(torchguard, function=torchguard.safe_checkpoint)
 
 
 IN_COMPILED_CODE = {
@@ -593,18 +575,12 @@ IN_COMPILED_CODE = {
 }  # fmt: skip
 
 
-def _safe_resize(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
-    _keeps_version(torch, numpy, lambda t: torchguard.safe_resize_(t, 5))
-    _keeps_version(
-        torch, numpy, lambda t: torchguard.safe_set_(t, t.untyped_storage(), 0, (5,), (1,))
-    )
+def _safe_resize(torchguard: Any) -> None:
+    _keeps_version(lambda t: torchguard.safe_resize_(t, 5))
+    _keeps_version(lambda t: torchguard.safe_set_(t, t.untyped_storage(), 0, (5,), (1,)))
 
 
-def _rollback(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
+def _rollback(torchguard: Any) -> None:
     def write(t: Any) -> None:
         with torchguard.rollback_on_error(t, data=True):
             t.add_(1)
@@ -615,35 +591,24 @@ def _rollback(torch: Any, numpy: Any) -> None:
         write(t)
     if t.tolist() != [1.0]:
         raise Unprotected("the elements are not restored")
-    _keeps_version(torch, numpy, write)
+    _keeps_version(write)
 
 
-def _sliced_assign(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
+def _sliced_assign(torchguard: Any) -> None:
     value = torch.ones(2, requires_grad=True)
     torchguard.sliced_assign(torch.zeros(2, 2), 0, value).sum().backward()
     if value.grad is None or value.grad.tolist() != [1.0, 1.0]:
         raise Unprotected("the gradient is lost")
 
 
-def _guarded(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
+def _guarded(torchguard: Any) -> None:
     with torchguard.guarded():
-        _out(torch, numpy)
-        _keeps_version(torch, numpy, lambda t: t.resize_(5))
+        _out(torchguard)
+        _keeps_version(lambda t: t.resize_(5))
 
 
-def _load_state_dict(torch: Any, numpy: Any) -> None:
-    import torchguard  # noqa: PLC0415
-
-    module = torch.nn.LayerNorm(1)
-    with contextlib.suppress(RuntimeError):
-        state = {"weight": torch.full((1,), 77.0), "bias": torch.ones(9)}
-        torchguard.load_state_dict(module, state)
-    if module.weight.item() != 1.0:
-        raise Unprotected("a part of the state is loaded")
+def _load_state_dict(torchguard: Any) -> None:
+    _load(torchguard, load=torchguard.load_state_dict)
 
 
 FUNCTIONS = {
@@ -660,9 +625,6 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
         change()
     except AttributeError as error:
         return {"absent": str(error)}  # from this release
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-
     answers: dict[str, str] = {}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -674,7 +636,7 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
         except Exception as error:  # noqa: BLE001
             return {"import": f"raises {type(error).__name__}: {error}"}
         if not compiled:
-            _judge(answers, said, FUNCTIONS, torch, np)
+            _judge(answers, said, FUNCTIONS, torchguard)
         names = [*GUARDS] if not compiled else [*COMPILED_GUARDS]
         try:
             installation = torchguard.install(*names, only_if_needed=False)  # type: ignore[arg-type]
@@ -683,9 +645,9 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
         if compiled:
             with contextlib.suppress(Exception):
                 torch.compile(lambda x: x, backend="eager")(torch.ones(1))
-            _judge(answers, said, IN_COMPILED_CODE, torch, np, installation)
+            _judge(answers, said, IN_COMPILED_CODE, torchguard, installation)
         else:
-            _judge(answers, said, GUARDS, torch, np, installation)
+            _judge(answers, said, GUARDS, torchguard, installation)
     return answers
 
 
@@ -696,8 +658,7 @@ def _judge(
     answers: dict[str, str],
     said: Any,
     judges: Any,
-    torch: Any,
-    numpy: Any,
+    torchguard: Any,
     installation: Any = None,
 ) -> None:
     for name, judge in judges.items():
@@ -706,7 +667,7 @@ def _judge(
             answers[name] = f"says so: {installation.skipped[name]}"
             continue
         try:
-            judge(torch, numpy)
+            judge(torchguard)
         except Unprotected as seen:
             # What can't be restored is said once per process, with the functions that restore.
             texts = [str(each.message) for each in said]
@@ -723,7 +684,7 @@ def run(names: list[str], *, compiled: bool) -> None:
     """Print the answers to each change, which is made in a fork; two at a time."""
     table = COMPILED if compiled else EAGER
     waiting = list(names)
-    running: dict[int, tuple[str, int, float]] = {}
+    running: dict[int, tuple[str, int]] = {}
     while waiting or running:
         while waiting and len(running) < 2:
             name = waiting.pop(0)
@@ -738,11 +699,10 @@ def run(names: list[str], *, compiled: bool) -> None:
                 os.write(ends[1], text.encode())
                 os._exit(0)
             os.close(ends[1])
-            running[child] = name, ends[0], time.monotonic()
+            running[child] = name, ends[0]
         child, status = os.wait()
-        name, end, began = running.pop(child)
+        name, end = running.pop(child)
         with os.fdopen(end, "rb") as pipe:
             text = pipe.read().decode() or json.dumps({"process": f"dies: {status}"})
-        seconds = round(time.monotonic() - began, 2)
-        sys.stdout.write(json.dumps([name, json.loads(text), seconds]) + "\n")
+        sys.stdout.write(json.dumps([name, json.loads(text)]) + "\n")
         sys.stdout.flush()

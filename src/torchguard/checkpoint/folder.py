@@ -88,11 +88,10 @@ def checkpoint_folder(
     if keep < 1:
         raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
     link = Path(os.path.abspath(path))
-    rank = 0 if group is None else dist.get_rank(None if group is True else group)
+    group = dist.group.WORLD if group is True else group
+    rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
         raise ValueError("checkpoint_folder: this rank is not in group, expected one of its ranks")
-    if group is True:
-        group = dist.group.WORLD
     new: Path | None = None
     lock = -1
     try:
@@ -156,8 +155,7 @@ def _refuse_foreign(link: Path) -> None:
             return
         raise SaveError(
             f"checkpoint_folder: {link} is a link to {leads}, which checkpoint_folder has not made "
-            f"(it has no file {MARK}); remove the link, which leaves {leads} as it is, or choose "
-            "another path"
+            f"(it has no file {MARK}); remove the link, or choose another path"
         )
 
 
@@ -244,15 +242,12 @@ def _refuse_unfinished(new: Path, link: Path) -> None:
     begun = (new / MARK).stat().st_mtime_ns
     there = (each for each in link.glob("*") if each.name != MARK)
     instead = [each.name for each in there if each.stat().st_mtime_ns >= begun]
+    what = "what was to be saved is not there when the block ends"
     if not files and instead:
-        raise SaveError(
-            f"checkpoint_folder: the block wrote {', '.join(sorted(instead))} into {link}, the "
-            "checkpoint before, and nothing into the new folder. Write into the folder that is "
-            'yielded: torch.save(state, new / "model.pt")'
-        )
+        what = f"the block wrote {', '.join(sorted(instead))} into {link}, the checkpoint before"
     raise SaveError(
-        "checkpoint_folder: what was to be saved is not there when the block ends. Write into the "
-        "folder that is yielded, and wait inside the block for what writes in another thread or "
+        f"checkpoint_folder: {what}. Write into the folder that is yielded, torch.save(state, "
+        'new / "model.pt"), and wait inside the block for what writes in another thread or '
         "process, as dcp.async_save does"
     )
 
@@ -292,31 +287,20 @@ def _remove_abandoned_folders(link: Path) -> list[str]:
     A folder's mark says that it is ours; an empty one has no mark yet.
     """
     removed = []
-    for name in os.listdir(link.parent):
+    for name in filter(is_temporary_name, os.listdir(link.parent)):
         path = link.with_name(name)
-        if not is_temporary_name(name):
-            continue
         # Alive, of another user, gone meanwhile, or a file system without locks.
-        with contextlib.suppress(OSError):
-            if path.is_symlink():
-                continue
-            with locked_file(str(path)):
-                written_for = marked(path).get("for")
-                if written_for is None:  # stopped before it wrote, or about to make a new one
-                    _remove_unmarked(path)
-                    continue
-                # That of step-10, when step-20 is saved: the run goes on from another step.
-                if written_for.rstrip(digits) == link.name.rstrip(digits):
-                    _remove_marked(path)
-                    removed.append(name)
+        with contextlib.suppress(OSError), locked_file(str(path)):
+            written_for = marked(path).get("for")
+            if written_for is None:  # stopped before it wrote, or about to make a new one
+                if os.listdir(path) == [MARK] and not (path / MARK).stat().st_size:
+                    (path / MARK).unlink()
+                path.rmdir()
+            # That of step-10, when step-20 is saved: the run goes on from another step.
+            elif written_for.rstrip(digits) == link.name.rstrip(digits):
+                _remove_marked(path)
+                removed.append(name)
     return removed
-
-
-def _remove_unmarked(folder: Path) -> None:
-    """Remove a folder that has nothing in it but half of a mark; raise OSError otherwise."""
-    if os.listdir(folder) == [MARK] and not (folder / MARK).stat().st_size:
-        (folder / MARK).unlink()
-    folder.rmdir()
 
 
 def _sync_all(folder: Path) -> None:

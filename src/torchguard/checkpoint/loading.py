@@ -109,15 +109,13 @@ def guard_load(original: Callable[..., Any], check: bool | None = None) -> Calla
 def _of_folder(path: str) -> str:
     """Say what to type if the path is that of a folder."""
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    what = "with no file in it"
     if os.path.exists(os.path.join(path, ".metadata")):
-        do = f"of torch.distributed.checkpoint: torchguard.load_sharded(state, {path!r})"
+        what = f"of torch.distributed.checkpoint: torchguard.load_sharded(state, {path!r})"
     elif names:
-        more = ", ..." if len(names) > _NAMES else ""
         example = os.path.join(path, names[0])
-        do = f"with {', '.join(names[:_NAMES])}{more}: load a file, as in load({example!r})"
-    else:
-        do = "with no file in it"
-    return f"load: {path} is a folder {do}"
+        what = f"with {', '.join(names[:_NAMES])}: load a file, as in load({example!r})"
+    return f"load: {path} is a folder {what}"
 
 
 def _damage_of(path: str, size: int, error: Exception, *, is_zip: bool) -> DamagedFileError | None:
@@ -157,10 +155,8 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
         fault = record_fault(path, checksums=checksums)
     except zipfile.BadZipFile as error:  # the directory is at the end of the file
         raise _cut_off(path, size) from error
-    except (NotImplementedError, UnicodeDecodeError) as error:  # versions and names are in it
-        raise DamagedFileError(
-            f"{path} is damaged: its directory is not what was written"
-        ) from error
+    except (NotImplementedError, UnicodeDecodeError):  # versions and names are in it
+        fault = "its directory is not what was written"
     if fault is not None:
         raise DamagedFileError(f"{path} is damaged: {fault}; use another copy of the file")
 

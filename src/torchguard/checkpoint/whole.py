@@ -105,18 +105,15 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
             continue
         if manifest is None:
             continue
-        inside = [file for file in files if file.is_relative_to(folder)]
-        files_left = [file for file in files_left if file not in inside]
-        limits += [
-            f"{file} is not in the manifest"
-            for file in inside
-            if file.relative_to(folder).as_posix() not in {*manifest, MARK}
-        ]
+        inside = {f.relative_to(folder).as_posix(): f for f in files if f.is_relative_to(folder)}
+        files_left = [file for file in files_left if file not in inside.values()]
+        more = inside.keys() - {*manifest, MARK}
+        limits += [f"{inside[name]} is not in the manifest" for name in sorted(more)]
         for name in manifest:
             fault = manifest_fault(folder, name, manifest)
             if fault is not None:
-                faults.append(_below(target, folder, with_tensors(folder, name, fault)))
-    faults += _of_files(target, files_left, limits)
+                faults.append(f"{folder}/{with_tensors(folder, name, fault)}")
+    faults += _of_files(files_left, limits)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
@@ -129,11 +126,6 @@ def _files_in(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _below(target: Path, folder: Path, fault: str) -> str:
-    """Say in which folder it is; what is wrong begins with the name of the file."""
-    return fault if folder == target else f"{folder}/{fault}"
-
-
 def manifest_of(folder: Path) -> Mapping[str, Any] | None:
     """Return size and hash of each file, if a group has written the folder.
 
@@ -144,15 +136,11 @@ def manifest_of(folder: Path) -> Mapping[str, Any] | None:
         return None
     mark = marked(folder)
     files: Mapping[str, Any] | None = mark.pop("files", None)
-    try:
-        listed = {} if files is None else files
-        entries = [(type(file["size"]), type(file["sha256"])) for file in listed.values()]
-        whole = set(mark) == {"made by", "for", "folder"} and set(entries) <= {(int, str)}
-    except (AttributeError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise DamagedFileError(f"{folder / MARK} does not hold what checkpoint_folder wrote")
-    return files
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        entries = {(type(file["size"]), type(file["sha256"])) for file in (files or {}).values()}
+        if set(mark) == {"made by", "for", "folder"} and entries <= {(int, str)}:
+            return files
+    raise DamagedFileError(f"{folder / MARK} does not hold what checkpoint_folder wrote")
 
 
 def manifest_fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str | None:
@@ -215,7 +203,9 @@ def item_faults(
             continue
         if len(piece) != place.length:
             yield f"{place.relative_path} ends before {name} does", name
-        elif (fault := _zip_fault(io.BytesIO(piece))) is not None:
+            continue
+        fault = _fault_of(piece)
+        if fault is not None:
             yield f"{place.relative_path} does not hold what was written at {name}: {fault}", name
         elif not _has_checksums(io.BytesIO(piece)):
             unknown.add(place.relative_path)
@@ -246,12 +236,11 @@ def with_tensors(
     return f"{fault} ({', '.join(tensors)})" if tensors else fault
 
 
-def _zip_fault(file: io.BytesIO) -> str | None:
+def _fault_of(piece: bytes) -> str | None:
     try:
-        fault = record_fault(file)
+        fault = record_fault(io.BytesIO(piece))
         if fault is None:
-            file.seek(0)  # it takes what follows
-            open_archive(file)
+            open_archive(io.BytesIO(piece))
     except Exception as error:  # noqa: BLE001  as many kinds as the directory has fields
         return str(error) or type(error).__name__
     return fault
@@ -263,7 +252,7 @@ def _has_checksums(file: Path | io.BytesIO) -> bool:
         return all(record.CRC or not record.file_size for record in archive.infolist())
 
 
-def _of_files(target: Path, files: list[Path], limits: list[str]) -> Iterator[str]:
+def _of_files(files: list[Path], limits: list[str]) -> Iterator[str]:
     """Compare files without a manifest; those of DCP by folder, as ``.metadata`` says."""
     for folder in sorted({file.parent for file in files if _is_of_dcp(file)}):
         if not metadata_files(folder):
@@ -272,7 +261,7 @@ def _of_files(target: Path, files: list[Path], limits: list[str]) -> Iterator[st
             yield f"{folder} has {METADATA}.tmp: a save into it was stopped before its end"
         else:
             for fault, _ in item_faults(folder, limits=limits):
-                yield _below(target, folder, fault)
+                yield f"{folder}/{fault}"
     for file in files:
         if not _is_of_dcp(file):
             yield from _of_file(file, limits)

@@ -134,14 +134,12 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         ``"all"``: each of these.
 
     ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo when the program imports it,
-    and count as installed until then. ``"slice_scatter"`` is tried at that time, and may move to
-    ``.skipped``. Code that is compiled already does not change: install first, or call
-    ``torch.compiler.reset()``.
+    and count as installed until then. Code that is compiled already does not change: install first,
+    or call ``torch.compiler.reset()``.
 
-    Each guard is tried after it was installed. A guard that does not protect is removed with a
-    warning, ``.skipped`` says why, and the others stay. Its effect on compiled code is tried when
-    the program first calls ``torch.compile``. If PyTorch is newer than the versions that
-    torchguard is tested with, a warning says so once.
+    Each guard is tried after it was installed, and in compiled code at the first ``torch.compile``.
+    A guard that does not protect is removed with a warning, ``.skipped`` says why, and the others
+    stay. If PyTorch is newer than the tested versions, a warning says so once.
 
     Args:
         *names: which guards; none for ``"resize"``.
@@ -200,9 +198,8 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 def uninstall(*names: GuardName) -> None:
     """Remove guards, however often they were installed; without names all of them.
 
-    Every attribute of torch is the object that it was before :func:`install`. Guards that are
-    not installed are ignored. If a scope of a guard is open (:func:`guarded`), the guard stays
-    until you call this again after the scope.
+    Every attribute of torch is the object that it was before :func:`install`. If a scope of a guard
+    is open (:func:`guarded`), the guard stays until you call this again after the scope.
 
     Args:
         *names: which guards; without names, all of them.
@@ -236,9 +233,8 @@ def uninstall(*names: GuardName) -> None:
 def installed() -> tuple[str, ...]:
     """Return the names of the guards in force, by :func:`install` or in a scope that is open.
 
-    The attributes of torch are compared as they are now. If other code has patched a function
-    after the guard, or restored it, the guard is left out. A guard of Dynamo that waits until the
-    program imports Dynamo is in the tuple.
+    If other code has patched a function after the guard, or restored it, the guard is left out. A
+    guard that waits until the program imports Dynamo is in the tuple.
 
     Cost:
         The attributes of the guards in force are compared.

@@ -37,19 +37,12 @@ class Guarded:
         Raises:
             TypeError: ``function`` is a class or an asynchronous generator.
         """
-        if isinstance(function, type) or not callable(function):
-            found = "a Tensor" if isinstance(function, torch.Tensor) else repr(function)
-            if isinstance(function, type):
-                found = f"the class {function.__qualname__}"
+        wrong = isinstance(function, type) or inspect.isasyncgenfunction(function)
+        if wrong or not callable(function):
+            name = getattr(function, "__qualname__", type(function).__name__)
             raise TypeError(
-                f"guarded: function is {found}, "
-                "expected a function or a method: decorate those that change tensors"
-            )
-        if inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"guarded: {function.__qualname__} is an async generator, expected a function, a "
-                "generator or a coroutine; write `with torchguard.guarded():` around the "
-                "operations between two steps"
+                f"guarded: function is {name}, expected a function, a method, a generator or a "
+                "coroutine; or write `with torchguard.guarded():` around operations"
             )
         if inspect.iscoroutinefunction(function):
 
@@ -99,17 +92,14 @@ def guarded(*names: GuardName) -> Guarded:
     """Switch guards on for a block of code: the names are those of :func:`install`.
 
     Equals the block without it if nothing fails. Use it as a context manager, or as the decorator
-    of a function, a generator or a coroutine. The guards are on for the whole process, in every
-    thread, as long as a scope that names them is open; scopes nest and overlap.
+    of a function, a generator or a coroutine. The guards are on for the whole process as long as a
+    scope that names them is open; scopes nest and overlap.
 
     The first scope of a guard replaces functions of PyTorch, as :func:`install` does. They stay
-    replaced until :func:`uninstall` is called, and do nothing while no scope is open, so that
-    entering a scope costs a microsecond. A guard that this PyTorch does not need is left out. One
-    that does not protect is left out with a warning.
-
-    A function that was imported by name before the first scope (``from torch import add``) is
-    called as it is, and so is what C++ calls. A function that was compiled before the first scope
-    may be compiled once more.
+    replaced until :func:`uninstall` is called, and do nothing while no scope is open. A guard that
+    does not protect is left out with a warning. A function that was imported by name before the
+    first scope (``from torch import add``) is called as it is. A function that was compiled before
+    it may be compiled once more.
 
     Args:
         *names: which guards; none for ``"resize"`` and ``"out"``: an operation that fails leaves

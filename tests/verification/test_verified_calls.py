@@ -12,7 +12,7 @@ import torch
 from support.child_process import output_of
 from support.miscompiling import spoiling, verified_backend, wrong
 from torchguard import MiscompilationWarning
-from torchguard.verification.check import _Calls
+from torchguard.verification.check import GraphCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,8 +64,8 @@ def test_an_integer_of_the_program_and_inner_dims_are_sizes_too() -> None:
 def test_sizes_after_the_first_256_are_trusted_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert _Calls.MOST == 256
-    monkeypatch.setattr(_Calls, "MOST", 10)
+    assert GraphCheck.MOST == 256
+    monkeypatch.setattr(GraphCheck, "MOST", 10)
     backend = verified_backend("aot_eager")
     compiled = torch.compile(lambda x: x.sin(), backend=backend)
     for size in range(2, 12):

@@ -365,7 +365,6 @@ def in_place(module: nn.Module, dynamic: bool) -> nn.Module:
 WAYS: dict[str, Callable[[Doubled, bool], Any]] = {
     "function": lambda module, d: verified(module.forward, backend="eager", dynamic=d),
     "module": lambda module, d: verified(module, backend="eager", dynamic=d),
-    "compiled": lambda module, d: verified(torch.compile(module.forward, dynamic=d)),
     "installed": lambda module, d: torch.compile(module.forward, dynamic=d),
     "installed, a decorator": lambda module, d: torch.compile(dynamic=d)(module.forward),
     "installed, a module": lambda module, d: torch.compile(module, dynamic=d),

@@ -70,32 +70,16 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None
     module._compiled_call_impl = call
 
 
-def settings_of_compiled(compiled: Any) -> dict[str, Any] | None:
-    """Return how ``torch.compile`` was called to make this, or None where torch does not say.
-
-    The keys: ``function`` (a function, or a module), ``fullgraph``, ``dynamic`` and
-    ``compiler`` (what turns a graph into a callable).
-    """
+def backend_of_compiled(compiled: Any) -> Any:
+    """Return what turns the graphs of this into callables, or None where torch does not say."""
     found = compiler_of(compiled)
-    if found is None:
-        return None
-    function, settings = found
-    compiler = inner = getattr(settings, "callback", None)
-    if compiler is None:
-        return None
-    one_graph = getattr(settings, "fullgraph", None)
+    compiler = inner = None if found is None else getattr(found[1], "callback", None)
     while inner is not None:  # Dynamo wraps it, in another way on each release
         compiler = inner
-        one_graph = getattr(compiler, "_one_graph", one_graph)
         inner = getattr(compiler, "_torchdynamo_orig_backend", None)
         inner = inner or getattr(compiler, "_torchdynamo_orig_callable", None)
-    return {
-        "function": function,
-        "fullgraph": bool(one_graph),
-        "dynamic": getattr(settings, "_dynamic", None),
-        # torch.compile wraps a backend that is not inductor once more.
-        "compiler": getattr(compiler, "compiler_fn", compiler),
-    }
+    # torch.compile wraps a backend that is not inductor once more.
+    return getattr(compiler, "compiler_fn", compiler)
 
 
 def compiles_inside(

@@ -282,7 +282,7 @@ def draws_random_numbers(
 
     The RNG state, which has changed, is the process's: another thread may have moved it.
     """
-    watch, run = _RandomOperators(), reference_of(graph, lambda _: None)
+    watch, run = _RandomOperators(), reference_of(graph, warns=False)
 
     def watched(*given: Any) -> Any:
         with watch:
@@ -311,10 +311,10 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 
 def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
     outcome = Outcome(inputs=copies.values)
+    # Nobody is warned here: a warning may be an error, and that is none of the graph's.
     called = function
     if isinstance(function, fx.GraphModule):
-        # Not warned of here: a warning may be an error, and that is none of the graph's.
-        called = reference_of(function, outcome.overlaps.append)
+        called = reference_of(function, warns=False)
     with isolated() as has_drawn:
         before = [
             (place, value, version_of(value), value.grad_fn)

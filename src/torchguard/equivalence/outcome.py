@@ -74,9 +74,6 @@ class Outcome:
     random: bool = False
     """Whether the RNG state has changed; that is the whole process's."""
 
-    overlaps: list[Any] = field(default_factory=list)
-    """The calls of a reference whose operands overlapped what they wrote, for ``warn_of``."""
-
     error: Exception | None = None
     """What the run has raised."""
 

@@ -65,26 +65,18 @@ _METHODS = {
     getattr(operator, f"i{name}"): getattr(torch.Tensor, f"__i{name}__") for name in _NAMES.split()
 }
 
-Found = tuple[Callable[..., Any], Overlap, Place]
-"""What :func:`warn_of` takes."""
 
-
-def reference_of(
-    graph: fx.GraphModule, found: Callable[[Found], None] = lambda found: warn_of(*found)
-) -> Callable[..., Any]:
-    """Return what runs a graph as the code says; its own ``forward`` where nothing is written.
-
-    ``found`` is told of each overlap, after the call.
-    """
+def reference_of(graph: fx.GraphModule, *, warns: bool = True) -> Callable[..., Any]:
+    """Return what runs a graph as the code says; its own ``forward`` where nothing is written."""
     if not any(map(node_may_write, graph.graph.nodes)):
         return graph.forward
-    return lambda *inputs: _Reference(graph, found).run(*inputs, enable_io_processing=False)
+    return lambda *inputs: _Reference(graph, warns).run(*inputs, enable_io_processing=False)
 
 
 class _Reference(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, found: Callable[[Found], None]) -> None:
+    def __init__(self, graph: fx.GraphModule, warns: bool) -> None:
         super().__init__(graph)
-        self.found = found
+        self.warns = warns
 
     def run_node(self, n: fx.Node) -> Any:
         if not node_may_write(n) or is_kept_whole(n.target):  # sliced_assign_ copies them itself
@@ -93,8 +85,8 @@ class _Reference(fx.Interpreter):
         function, place = _function_of(n), _place_of(n)
         args, kwargs, overlap = separated(function, args, kwargs)
         result = getattr(self, n.op)(n.target, args, kwargs)
-        if overlap is not None:
-            self.found((function, overlap, place))
+        if overlap is not None and self.warns:
+            warn_of(function, overlap, place)
         return result
 
 

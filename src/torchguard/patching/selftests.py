@@ -25,10 +25,10 @@ from torchguard._events import trial
 from torchguard._torch import (
     DYNAMO,
     FIRST_COMPILE,
+    backend_of_compiled,
     compiles_apart,
     compiling_uncounted,
     patch,
-    settings_of_compiled,
 )
 from torchguard._torch.symbolic_shapes import stance
 from torchguard.errors import (
@@ -310,8 +310,7 @@ def _verified_compiled() -> str | None:
     made: Any = torch.compile(_verified_compiled)  # and is not called
     if made is _verified_compiled:  # TORCHDYNAMO_DISABLE=1
         return None
-    found = settings_of_compiled(made)
-    if found is not None and isinstance(found["compiler"], VerifiedBackend):
+    if isinstance(backend_of_compiled(made), VerifiedBackend):
         return None
     return "torch.compile() no longer hands its graphs to the backend that checks them"
 

@@ -50,9 +50,8 @@ def inner_of(given: str | Compiler, settings: Mapping[str, Any], dynamic: bool |
 
     ``settings`` are what ``torch.compile`` passes on to it, ``mode`` and ``options``.
     """
-    if given == "inductor" or getattr(given, "compiler_name", None) == "inductor":
-        mode, options = settings.get("mode"), settings.get("options")
-        compiler = inductor_backend(mode, options, dynamic) if isinstance(given, str) else given
+    if given == "inductor":
+        compiler = inductor_backend(settings.get("mode"), settings.get("options"), dynamic)
         options = inductor_options(compiler)
         return Inner("inductor", compiler, f"options={options!r}" if options else "")
     if isinstance(given, str):
@@ -177,8 +176,10 @@ class VerifiedBackend:
         # Here and not above: what a check needs is imported with the first graph.
         from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415
 
-        check = GraphCheck(traced, inner, self.checks, record, compiled, inner.draws_like_eager)
-        return checked_calls(check, sizes, numbers)
+        draws = inner.draws_like_eager
+        return checked_calls(
+            GraphCheck(traced, inner, self.checks, record, compiled, draws, sizes, numbers)
+        )
 
     def add(self, record: GraphRecord) -> None:
         """Add a row that is not of a graph to the reports."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from torchguard.equivalence.copies import (
     why_not_copied,
 )
 from torchguard.equivalence.outcome import Outcome
-from torchguard.equivalence.reference import reference_of, warn_of
+from torchguard.equivalence.reference import reference_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Inner, OnMismatch, Options
 from torchguard.verification.graph import SizesOf, names_of, owned_tensors, shared_inputs
@@ -84,7 +84,15 @@ def replacement(
 
 @dataclass(eq=False)
 class GraphCheck:
-    """Checks calls of one graph, and knows what is trusted to run."""
+    """Checks calls of one graph, those with a new key, and knows what is trusted to run.
+
+    A key is a combination of sizes. If the graph writes its inputs, it has which of them share
+    memory too. Of the floats it has whether they are those of the first call: inductor of
+    torch 2.13 returns ``n + 1`` as the constant that it was then, and two values tell. Each key
+    that is new is checked, up to :attr:`MOST`; later ones are trusted.
+    """
+
+    MOST: ClassVar[int] = 256
 
     graph: fx.GraphModule
     """As Dynamo traced it: this is eager."""
@@ -97,24 +105,27 @@ class GraphCheck:
     """Is kept up to date."""
 
     runs: Callable[..., Any]
-    """What is trusted so far, at first what the backend made of the graph; each call gets its
-    result from it."""
+    """What is trusted so far, at first what the backend made of the graph."""
 
     draws_like_eager: bool
     """Whether what the backend made draws the random numbers that eager draws."""
 
-    conclusive: bool = True
-    """Whether the last check could tell: eager did not raise."""
+    sizes: SizesOf | None
+    """Reads the sizes of a call; None if the shapes are static."""
 
-    mutates: bool = False
-    """Whether a check has seen the graph write its inputs."""
+    numbers: Sequence[int]
+    """The positions of the floats."""
 
-    settled: bool = False
-    """Whether nothing is left to check: eager runs, or what has been decided on."""
-
-    _overlaps: list[Any] = field(default_factory=list)  # to be warned of
+    _conclusive: bool = True  # the last check could tell: eager did not raise
+    _mutates: bool = False  # a check has seen the graph write its inputs
+    _settled: bool = False  # nothing is left to check
+    _first: list[Any] | None = None  # the floats of the first call
+    _checks: Counter[Hashable] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _thread: int | None = None  # the one that holds the lock
+
+    def __post_init__(self) -> None:
+        self.cell: list[_State] = [(self, set(), self.runs)]
 
     @functools.cached_property
     def owned(self) -> list[torch.Tensor]:
@@ -126,14 +137,21 @@ class GraphCheck:
         """Runs the graph as Dynamo traced it; operands that it overwrites are copied first."""
         return reference_of(self.graph)
 
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """What messages call the inputs, those that the graph owns first."""
-        owned = [f"tensor {number} of the graph" for number in range(len(self.owned))]
-        return [*owned, *names_of(self.graph)]
+    # ---- which calls are checked ----
 
-    def call(self, inputs: tuple[Any, ...], look: Callable[[tuple[Any, ...]], str | None]) -> Any:
-        """Run a call for which ``look`` says whether it is checked; no other thread does meanwhile.
+    def key(self, inputs: Sequence[Any]) -> Hashable:
+        """Return the key of a call."""
+        values = [inputs[place].item() for place in self.numbers]
+        if self._first is None:
+            self._first = values
+        return (
+            values == self._first,
+            None if self.sizes is None else self.sizes(inputs),
+            shared_inputs(inputs) if self._mutates else None,
+        )
+
+    def call(self, inputs: tuple[Any, ...]) -> Any:
+        """Run a call, and check it if its key is new; no other thread does meanwhile.
 
         A check may take as long as compiling, so another thread runs the graph eagerly. Only where
         the graph owns tensors it waits, for a check swaps their data.
@@ -143,33 +161,51 @@ class GraphCheck:
             return self.eager(*inputs)
         self._thread = threading.get_ident()
         try:
-            warning = look(inputs)
+            warning = self._look(inputs)
             function = self.runs
-            overlaps, self._overlaps = self._overlaps, []
         finally:
             self._thread = None
             self._lock.release()
-        for found in overlaps:
-            warn_of(*found)
         if warning is not None:
             record("miscompiled", "verified", warning.partition("\n")[0].rstrip(":"))
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
             warn_at_compiled_call(warning, MiscompilationWarning)
         return function(*inputs)
 
-    def check(self, inputs: Sequence[Any]) -> str | None:
-        """Check what runs with the inputs of one call; afterwards the right one runs.
+    def _look(self, inputs: tuple[Any, ...]) -> str | None:
+        """Check the call if its key is new; return the text of a warning."""
+        checks, most = self._checks, self.options.calls
+        check, known, runs = self.cell[0]
+        if check is None:
+            return None  # another thread has checked the last one
+        key, warning = self.key(inputs), None
+        if checks[key] < most and (key in checks or len(checks) < self.MOST):
+            self._conclusive = True
+            with checking(self.record):
+                warning = self._check(inputs)
+            if self.runs is not runs:  # with no other key that was checked
+                checks.clear()
+                known = set()
+            if self._conclusive:
+                key = self.key(inputs)  # it has come out whether the graph writes its inputs
+                checks[key] += 1
+        if checks[key] >= most:
+            known.add(key)
+        varies = self.sizes is not None or bool(self.numbers) or self._mutates
+        is_full = len(checks) >= self.MOST
+        if self._settled or (len(known) == len(checks) > 0 and (is_full or not varies)):
+            if is_full and self.record.status == "verified":
+                count = self.record.checks
+                self.record.reason = f"trusted with sizes after the first {count} checks"
+            check = None  # nothing of the check stays alive
+        self.cell[0] = check, known, self.runs
+        return warning
 
-        Returns the text of a warning, if there is one.
-        """
-        self.conclusive = True
-        with checking(self.record):
-            return self._check(inputs)
-        return None
+    # ---- a check ----
 
     def _check(self, inputs: Sequence[Any]) -> str | None:
         eager = self._run_eagerly(inputs)
-        self.mutates |= bool(eager.mutated)
+        self._mutates |= bool(eager.mutated)
         found, note = self._judge(eager, inputs)
         if found:
             if not judge(eager, self._run_eagerly(inputs), COMPILING).equal:
@@ -177,7 +213,7 @@ class GraphCheck:
             return self._replace(found, inputs)
         if eager.error is not None:
             reason = f"eager raises {type(eager.error).__name__}"
-            self.conclusive = False  # this call proves nothing
+            self._conclusive = False  # this call proves nothing
             if self.record.status == "compiled":
                 self.record.reason = f"{reason}; the next call is checked"
         elif self.record.status in {"compiled", "verified"}:
@@ -192,10 +228,9 @@ class GraphCheck:
         if any(map(has_hooks, self.owned)):
             raise UnverifiedError("a tensor that the graph owns has hooks")
         eager = run_on_copies(self.graph, inputs, self.owned)
-        self._overlaps = eager.overlaps or self._overlaps
         eager.random = eager.random and draws_random_numbers(self.graph, inputs, self.owned)
         if eager.random and not self.draws_like_eager:
-            self.settled = True  # no inputs will change that
+            self._settled = True  # no inputs will change that
             hint = "; with the option fallback_random=True it can be checked"
             raise UnverifiedError(
                 f"it draws random numbers, which {self.inner.name} may draw in its own way"
@@ -234,14 +269,20 @@ class GraphCheck:
             return found, ""
         if left := not_by_rounding(graph, inputs, eager, compiled, found):
             return tuple(left), ""
-        named = [each.named(self.names) for each in found]
-        return (), f"rounding decides at a discontinuity: {'; '.join(first_of(named))}"
+        shown = "; ".join(first_of(self._named(found)))
+        return (), f"rounding decides at a discontinuity: {shown}"
+
+    def _named(self, found: Sequence[Difference]) -> tuple[Difference, ...]:
+        """Return differences with what the program calls the inputs; those of the graph first."""
+        owned = [f"tensor {number} of the graph" for number in range(len(self.owned))]
+        names = [*owned, *names_of(self.graph)]
+        return tuple(each.named(names) for each in found)
 
     def _replace(self, found: tuple[Difference, ...], inputs: Sequence[Any]) -> str | None:
         """Replace what is wrong as the user has chosen; return the text of the warning."""
         record, action = self.record, self.options.on_mismatch
-        self.settled = True
-        named = tuple(each.named(self.names) for each in found)
+        self._settled = True
+        named = self._named(found)
         note_mismatch(record, named, action, "eager")
         reproducer = f"reproducer: {reproducer_of(self.graph, inputs, self.inner, record)}"
         # A callable of the user's is named itself: its fault is none to report to PyTorch.
@@ -281,85 +322,18 @@ def with_strides(
     return run
 
 
-# ---- which calls of a graph are checked ----
-
-
-class _Calls:
-    """The calls of a graph whose key it was not checked with.
-
-    A key is a combination of sizes. If the graph writes its inputs, it has which of them share
-    memory too. Of the floats it has whether they are those of the first call: inductor of
-    torch 2.13 returns ``n + 1`` as the constant that it was then, and two values tell. Each key
-    that is new is checked, up to :attr:`MOST`; later ones are trusted.
-    """
-
-    MOST = 256
-
-    def __init__(self, check: GraphCheck, sizes: SizesOf | None, numbers: Sequence[int]) -> None:
-        self.check = check
-        self._sizes = sizes
-        self._numbers = numbers
-        self._first: list[Any] | None = None
-        self._checks: Counter[Hashable] = Counter()
-        self.cell: list[_State] = [(self, set(), check.runs)]
-
-    def key(self, inputs: Sequence[Any]) -> Hashable:
-        """Return the key of a call."""
-        values = [inputs[place].item() for place in self._numbers]
-        if self._first is None:
-            self._first = values
-        return (
-            values == self._first,
-            None if self._sizes is None else self._sizes(inputs),
-            shared_inputs(inputs) if self.check.mutates else None,
-        )
-
-    def look(self, inputs: tuple[Any, ...]) -> str | None:
-        """Check the call if its key is new; return the text of a warning."""
-        check, checks, most = self.check, self._checks, self.check.options.calls
-        calls, known, runs = self.cell[0]
-        if calls is None:
-            return None  # another thread has checked the last one
-        key, warning = self.key(inputs), None
-        if checks[key] < most and (key in checks or len(checks) < self.MOST):
-            warning = check.check(inputs)
-            if check.runs is not runs:  # with no other key that was checked
-                checks.clear()
-                known = set()
-            if check.conclusive:
-                key = self.key(inputs)  # it has come out whether the graph writes its inputs
-                checks[key] += 1
-        if checks[key] >= most:
-            known.add(key)
-        varies = self._sizes is not None or bool(self._numbers) or check.mutates
-        is_full = len(checks) >= self.MOST
-        if check.settled or (len(known) == len(checks) > 0 and (is_full or not varies)):
-            if is_full and check.record.status == "verified":
-                check.record.reason = (
-                    f"trusted with sizes after the first {check.record.checks} checks"
-                )
-            calls = None  # nothing of the check stays alive
-        self.cell[0] = calls, known, check.runs
-        return warning
-
-
-_State: TypeAlias = "tuple[_Calls | None, set[Hashable], Callable[..., Any]]"
+_State: TypeAlias = "tuple[GraphCheck | None, set[Hashable], Callable[..., Any]]"
 """What checks calls, if any are checked; the keys of which none is; and what runs."""
 
 
-def checked_calls(
-    check: GraphCheck, sizes: SizesOf | None, numbers: Sequence[int]
-) -> Callable[..., Any]:
-    """Return what Dynamo calls: the compiled graph, whose calls with new sizes are checked.
-
-    The sizes are None if the shapes are static; of the floats at ``numbers`` two are checked.
-    """
-    cell = _Calls(check, sizes, numbers).cell
+def checked_calls(check: GraphCheck) -> Callable[..., Any]:
+    """Return what Dynamo calls: the compiled graph, whose calls with new keys are checked."""
+    cell = check.cell  # nothing of the check is kept once this has let go of it
 
     def run(*inputs: Any) -> Any:
-        calls, known, trusted = cell[0]
-        if calls is None or calls.key(inputs) in known:
+        check, known, trusted = cell[0]
+        if check is None or check.key(inputs) in known:
             return trusted(*inputs)
-        return calls.check.call(inputs, calls.look)
+        return check.call(inputs)
 
     return run

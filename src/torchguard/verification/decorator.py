@@ -12,12 +12,12 @@ from typing_extensions import ParamSpec, Self
 
 from torchguard._public import public
 from torchguard._torch import (
+    backend_of_compiled,
     compile_in_place,
     compiled_call,
     default_backend,
     inductor_backend,
     keep_settings,
-    settings_of_compiled,
 )
 from torchguard.verification.backend import OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
@@ -147,11 +147,9 @@ def verified(
     """Compile a function or module and verify each graph against eager.
 
     ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
-    compiled in place, as ``module.compile()`` does, and returned: class, parameters and
-    state dict stay what they were. Of something that ``torch.compile`` has made already,
-    the mode, the options, ``dynamic`` and ``fullgraph`` are kept; what is verified already
-    is returned as it is. The result has a method ``stats()``, unless a module has a ``stats``
-    of its own.
+    compiled in place, as ``module.compile()`` does, and returned. The result has a method
+    ``stats()``, unless a module has a ``stats`` of its own. What is verified already is returned
+    as it is.
 
     Each graph is run on copies of its first real inputs, once as Dynamo traced it and once
     compiled: values, gradients, strides and sharing of memory have to be the same. If they are
@@ -159,8 +157,8 @@ def verified(
     is checked again when it is called with sizes that are new to it, up to 256 combinations. While
     one thread checks a graph, others that call it run it eagerly.
 
-    What is ``bucketed`` is compiled inside, once for each bucket; its ``stats()`` stay those of
-    the buckets, and :func:`verification_report` has the graphs.
+    What is ``bucketed`` is compiled inside, once for each bucket, and keeps its own ``stats()``;
+    :func:`verification_report` has the graphs.
 
     Args:
         function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
@@ -178,8 +176,8 @@ def verified(
         **compile_options: further arguments of ``torch.compile``: ``fullgraph``, ``dynamic``.
 
     Raises:
-        TypeError: no function or module; an async function; something that was compiled already
-            by another backend than inductor, or that is verified already with other options.
+        TypeError: no function or module; an async function; something that was compiled already,
+            or that is verified already with other options.
         ValueError: an argument is none of those it can be.
 
     Upstream: https://github.com/pytorch/pytorch/issues/197829
@@ -199,20 +197,17 @@ def verified(
     has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return arguments for ``torch.compile``; those of what is compiled already are kept."""
-        made = compiled_call(given)
-        if has_own and (compiled or made is not None):
+        """Return arguments for ``torch.compile``."""
+        if compiled_call(given) is not None:
             raise TypeError(
-                "verified: this was compiled already and keeps its own backend, mode and "
-                "options; give them to torch.compile, or pass what was compiled"
+                f"verified: {_name_of(given)} was compiled already; pass the function or the "
+                "module itself: verified(mode=...)(function)"
             )
-        if made is not None:
-            found = _settings_of(given)
-            return {
-                "backend": VerifiedBackend(found["compiler"], checks, function=found["name"]),
-                "fullgraph": found["fullgraph"],
-                "dynamic": found["dynamic"],
-            }
+        if has_own and compiled:
+            raise TypeError(
+                "verified: this keeps the backend, mode and options that bucketed() was given; "
+                "give all of them to one of the two"
+            )
         asked = dict(compiled) if isinstance(compiled, Mapping) else dict(compile_options)
         checked = VerifiedBackend(
             asked.pop("backend", backend),
@@ -240,10 +235,7 @@ def verified(
             return _with_stats(function, present)
         settings = settings_for(function, None)
         made: Any = function
-        if hasattr(function, "get_compiler_config"):
-            function = _settings_of(function)["function"]
-            made = keep_settings(torch.compile(function, **settings))
-        elif isinstance(function, torch.nn.Module):
+        if isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
         else:
             made = keep_settings(torch.compile(function, **settings))
@@ -313,21 +305,8 @@ def _with_stats(made: Any, backend: VerifiedBackend) -> Any:
 def _backend_of(function: Any) -> VerifiedBackend | None:
     """Return the backend of what is verified already: by this, by name, or by ``install``."""
     made = compiled_call(function)
-    compiler = None if made is None else (settings_of_compiled(made) or {}).get("compiler")
+    compiler = None if made is None else backend_of_compiled(made)
     return compiler if isinstance(compiler, VerifiedBackend) else None
-
-
-def _settings_of(given: Any) -> dict[str, Any]:
-    """Return how this was compiled already, and the name of what the user has compiled."""
-    made = compiled_call(given)
-    settings = settings_of_compiled(made)
-    # torch's own class for inductor with a mode and options says so.
-    if settings is None or getattr(settings["compiler"], "compiler_name", None) != "inductor":
-        raise TypeError(
-            f"verified: {_name_of(given)} was compiled already, by another backend than "
-            "inductor; pass what was compiled: verified(backend=...)(function)"
-        )
-    return {**settings, "name": _name_of(settings["function"] if made is given else given)}
 
 
 # ---- install("verified") ----

@@ -20,7 +20,7 @@ from torchguard.equivalence.copies import run_on_copies as run
 from torchguard.equivalence.copies import why_not_copied
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
-from torchguard.equivalence.perturb import can_be_perturbed, perturb_
+from torchguard.equivalence.perturb import perturb_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,12 +130,6 @@ def test_modules_are_as_they_were() -> None:
     assert mean.tolist() == [0, 0, 0]
     assert set(outcome.buffers) == {"running_mean", "running_var", "num_batches_tracked"}
     assert outcome.buffers["num_batches_tracked"].after == 2
-
-
-def test_a_written_buffer_is_not_hidden_by_one_of_the_same_name() -> None:
-    written, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
-    outcome = undone(written, torch.rand(3, 2), modules=[written, other])
-    assert outcome.buffers.keys() == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_what_a_run_writes_to_an_input_is_undone_and_reported() -> None:
@@ -365,13 +359,8 @@ def test_many_values_move_and_what_has_no_digits_to_change_stays() -> None:
     for dtype in FLOATS:
         values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + 1
         assert (nudged(values) != values).float().mean() > 0.4
-        assert torch.equal(nudged(values, 1), nudged(values, 1))
-        assert not torch.equal(nudged(values, 1), nudged(values, 2))
-    values = torch.complex(torch.ones(100), torch.ones(100))
-    assert (torch.view_as_real(nudged(values)) != 1).any(0).tolist() == [True, True]
-    for dtype in (torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn):
+    for dtype in (torch.int64, torch.bool, torch.float8_e4m3fn):
         values = torch.ones(8).to(dtype)
-        assert not can_be_perturbed(values)
         assert torch.equal(nudged(values).float(), values.float())
 
 

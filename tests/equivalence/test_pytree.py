@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,25 +68,6 @@ class Batch(MutableMapping):  # type: ignore[type-arg]
         return len(self._data)
 
 
-class Fields(Mapping):  # type: ignore[type-arg]
-    """A mapping that can be written, though it does not say so."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self.first, self.second = first, second
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self, key, value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("first", "second"))
-
-    def __len__(self) -> int:
-        return 2
-
-
 @dataclasses.dataclass
 class Net(torch.nn.Module):
     """A module that is a dataclass."""
@@ -105,7 +86,6 @@ TREES = [
     Frozen(1, {"a": 2}),
     Encoding({"a": 1, "b": (2,)}, "said"),
     Batch(a=1, b=[2]),
-    Fields(1, [2]),
     MappingProxyType({"a": 1, "b": [2]}),
     [],
     {"a": {}},

@@ -103,7 +103,6 @@ DEFECTS: dict[str, tuple[Any, str]] = {
         "output 4: does not share memory with state",
     ),
     "a NaN": (spoiling(with_element(math.nan)), f"{ONE} are NaN in one only"),
-    "an infinity": (spoiling(with_element(math.inf)), f"{ONE} are infinite in one only"),
     "a dtype": (spoiling(output(0, lambda out, _: out.double())), "output 0: "),
     "a shape": (spoiling(output(0, lambda out, _: out[None])), "output 0: "),
     "requires_grad": (
@@ -188,15 +187,6 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
 
 
 # --- which calls are checked
-
-
-def test_each_combination_of_sizes_is_checked() -> None:
-    backend = verified_backend("aot_eager")
-    compiled = torch.compile(lambda x, n: x.sin() * n, backend=backend, dynamic=True)
-    for size in (3, 4, 4, 5, 3):
-        torch.testing.assert_close(compiled(torch.ones(size), size), torch.ones(size).sin() * size)
-    (record,) = backend.stats().graphs
-    assert (record.status, record.checks) == ("verified", 3)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -78,6 +78,7 @@ PARTS: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
     (differentiable_view, lambda: [torch.ones(3, 4, requires_grad=True)]),
     (no_grad, lambda: [torch.ones(3, requires_grad=True)]),
     (lambda x: (x * 2j).abs(), lambda: [torch.arange(4.0) + 1j]),
+    (torch.inference_mode()(lambda x: x * 2), lambda: [torch.ones(3)]),
 ]
 
 
@@ -120,15 +121,6 @@ def test_torchguards_own_assignments_are_checked(name: str, spoiled: bool) -> No
     assert stats(compiled).graphs[0].status == ("mismatched" if spoiled else "verified")
 
 
-def test_inference_mode() -> None:
-    backend = verified_backend("aot_eager")
-    with torch.inference_mode():
-        x = torch.ones(3)
-        assert torch.compile(lambda v: v.mul_(2) + 1, backend=backend)(x).tolist() == [3, 3, 3]
-        assert x.tolist() == [2, 2, 2]
-    assert backend.stats().graphs[0].status == "verified", str(backend.stats())
-
-
 def test_an_unknown_backend_is_refused_where_it_is_named() -> None:
     """As ``torch.compile`` does, and not in the first call."""
     with pytest.raises(Exception, match="Invalid backend") as of_torch:
@@ -137,8 +129,8 @@ def test_an_unknown_backend_is_refused_where_it_is_named() -> None:
         verified(backend="no_such_backend")(workload)
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
-def test_every_mode_reaches_inductor_whichever_way_it_is_given(mode: str) -> None:
+def test_a_mode_reaches_inductor_whichever_way_it_is_given() -> None:
+    mode = "reduce-overhead"
     expected = torch._inductor.list_mode_options(mode)
     assert expected
     given = verified_backend(mode=mode).inner()
@@ -357,18 +349,11 @@ class Doubled(nn.Module):
             assert self.left.wait(WAIT)
 
 
-def in_place(module: nn.Module, dynamic: bool) -> nn.Module:
-    module.compile(dynamic=dynamic)
-    return module
-
-
 WAYS: dict[str, Callable[[Doubled, bool], Any]] = {
     "function": lambda module, d: verified(module.forward, backend="eager", dynamic=d),
     "module": lambda module, d: verified(module, backend="eager", dynamic=d),
-    "installed": lambda module, d: torch.compile(module.forward, dynamic=d),
     "installed, a decorator": lambda module, d: torch.compile(dynamic=d)(module.forward),
     "installed, a module": lambda module, d: torch.compile(module, dynamic=d),
-    "installed, in place": in_place,
 }
 
 

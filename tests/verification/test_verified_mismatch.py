@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 
 from support.miscompiling import verified_backend
 from torchguard import MiscompilationWarning, verified
@@ -207,47 +203,3 @@ def test_without_a_decorator_it_is_what_dynamo_compiled() -> None:
     backend = verified_backend("eager")
     torch.compile(tripled_twice, backend=backend)(torch.ones(3))
     assert [graph.function for graph in backend.stats().graphs] == ["tripled_twice"] * 2
-
-
-# --- reproducers
-
-
-def wrong_where(name: str) -> Any:
-    """Make a backend that adds 1, in place, to what operations of this name return or write."""
-
-    def compile_(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        spoiled = copy.deepcopy(graph)
-        for node in spoiled.graph.nodes:
-            if name in str(node.target):
-                written = node.args[0] if name == "setitem" else node
-                with spoiled.graph.inserting_after(node):
-                    spoiled.graph.call_method("add_", (written, 1))
-        spoiled.recompile()
-        return lookup_backend("aot_eager")(spoiled, inputs)
-
-    return compile_
-
-
-@contextlib.contextmanager
-def registered(name: str, backend: Any) -> Iterator[str]:
-    """Register a backend under a name, so that a script can name it."""
-    registry: Any = importlib.import_module("torch._dynamo.backends.registry")
-    registry.register_backend(backend, name=name)
-    yield name
-    for table in (registry._BACKENDS, registry._COMPILER_FNS):
-        table.pop(name, None)
-
-
-def test_nothing_is_printed_of_the_tries_that_fail(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without ``clone()`` the copy overlaps: eager raises, and FX prints where."""
-
-    def shift(q: torch.Tensor) -> torch.Tensor:
-        q[1:] = q[:-1].clone()
-        return q * 2
-
-    with registered("torchguard_tests_writes", wrong_where("setitem")) as backend:
-        with pytest.warns(MiscompilationWarning) as caught:
-            found = verified(backend=backend)(shift)(torch.arange(5.0))
-    assert found.tolist() == [0, 0, 2, 4, 6]
-    assert [warning.category for warning in caught] == [MiscompilationWarning]
-    assert capfd.readouterr() == ("", "")

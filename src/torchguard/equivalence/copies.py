@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from torchguard._torch import (
     with_lazy_bits,
 )
 from torchguard.equivalence.isolate import isolated
-from torchguard.equivalence.outcome import Gradient, Outcome
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.tensors import extent
 
@@ -352,41 +352,15 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
         for device in ("cpu", "cuda", "xpu"):
             torch.set_autocast_enabled(device, False)
         try:
-            outcome.gradients = _gradients([*outcome.outputs, *results], copies.sources)
+            ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]
+            sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
+            names = {place: f"input {place}" for place in sources}
+            outcome.gradients = send_backward(list(map(Output, ends)), sources, names)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - likewise
             outcome.backward_error = error.with_traceback(None)
     return outcome
-
-
-def _gradients(results: list[Any], sources: list[Any]) -> dict[Hashable, Gradient]:
-    """Send a fixed random gradient backward through every differentiable result."""
-    ends = [
-        value
-        for value in results
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None
-    ]
-    wanted = {place: source for place, source in enumerate(sources) if source is not None}
-    if not ends or not wanted:
-        return {}
-    sent = [_cotangent(tensor, number) for number, tensor in enumerate(ends)]
-    arrived = torch.autograd.grad(ends, list(wanted.values()), sent, allow_unused=True)
-    return {
-        place: Gradient(value, f"input {place}")
-        for place, value in zip(wanted, arrived, strict=True)
-    }
-
-
-def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-    # The same numbers in every precision: double precision judges the others.
-    rounded = drawn.to(torch.bfloat16).to(torch.float64)
-    if tensor.is_complex():
-        rounded = torch.view_as_complex(rounded)
-    return rounded.to(device=tensor.device, dtype=tensor.dtype)
 
 
 def sharing_of(named: Iterable[tuple[str, Any]]) -> frozenset[tuple[str, str]]:

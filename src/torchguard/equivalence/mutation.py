@@ -36,10 +36,8 @@ class Writes(NamedTuple):
     only_if: Argument | None = None
     """The flag that makes it write (``training=True``), where there is one."""
 
-    calls_back: bool = False
-    """Whether it calls a Python function for each element, as ``apply_`` does."""
 
-
+# They call a Python function for each element, which may see what is written so far.
 _CALL_BACK = frozenset(("apply_", "map_", "map2_"))
 DUNDERS = frozenset(
     f"__{name}__"
@@ -66,26 +64,17 @@ def writes_of(function: Callable[..., Any]) -> Writes | None:
     function = original_of(function)
     schemas = schemas_of(function)
     name = getattr(function, "__name__", "")
-    writes: Writes | None = None
-    if schemas is not None:
-        writes = _from_schemas(schemas)
-    elif name in DUNDERS:
-        writes = Writes((Argument(0, "self"),))
-    elif name.endswith("_") and not name.endswith("__"):
-        written = Argument(0, _first_parameter(function))
-        writes = _from_schemas(
-            [] if isinstance(function, FunctionType) else operator_schemas(name)
-        ) or Writes((written,), name not in _METADATA_ONLY)
-    return writes._replace(calls_back=True) if writes and name in _CALL_BACK else writes
-
-
-def writes_statistics(name: str) -> Writes | None:
-    """Say what a builtin that normalises writes, by its name: it is missing in its schema."""
-    if name not in STATISTICS:
+    if name in _CALL_BACK:
         return None
-    place, flag = STATISTICS[name]
-    written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
-    return Writes(written, only_if=None if flag is None else Argument(place + 2, flag))
+    if schemas is not None:
+        return _from_schemas(schemas)
+    if name in DUNDERS:
+        return Writes((Argument(0, "self"),))
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    written = Argument(0, _first_parameter(function))
+    schemas = [] if isinstance(function, FunctionType) else operator_schemas(name)
+    return _from_schemas(schemas) or Writes((written,), name not in _METADATA_ONLY)
 
 
 def _from_schemas(schemas: list[Any]) -> Writes | None:
@@ -103,10 +92,12 @@ def _from_schemas(schemas: list[Any]) -> Writes | None:
         and argument.alias_info.is_write
         and argument.name != "out"  # out_tensors finds it
     }
-    name = schemas[0].name if schemas else ""
-    unsaid = writes_statistics(name.removeprefix("aten::"))
-    if unsaid is not None:
-        return unsaid._replace(arguments=(*unsaid.arguments, *arguments))
+    name = schemas[0].name.removeprefix("aten::") if schemas else ""
+    if name in STATISTICS:  # what a builtin that normalises writes is missing in its schema
+        place, flag = STATISTICS[name]
+        written = (Argument(place, "running_mean"), Argument(place + 1, "running_var"))
+        only_if = None if flag is None else Argument(place + 2, flag)
+        return Writes((*written, *arguments), only_if=only_if)
     if not arguments:
         return None
     return Writes(tuple(arguments), name.rpartition("::")[2] not in _METADATA_ONLY)
@@ -123,8 +114,8 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 
 def written_tensors(
     writes: Writes, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield each tensor the call writes to, and whether it was given in a list of tensors."""
+) -> Iterator[torch.Tensor]:
+    """Yield each tensor the call writes to, also those in lists."""
     if writes.only_if is not None and not _value(writes.only_if, args, kwargs):
         return
     seen: set[int] = set()
@@ -138,7 +129,7 @@ def written_tensors(
         for tensor in value if is_list else (value,):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield tensor, is_list
+                yield tensor
 
 
 def _value(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

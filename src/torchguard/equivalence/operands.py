@@ -260,11 +260,11 @@ def separated(
     if getattr(function, "__name__", "") in _SETS:
         return _separated_assignment(args, kwargs)
     writes = _writes(function)
-    if writes is not None and (not writes.elements or writes.calls_back):
+    if writes is not None and not writes.elements:
         writes = None
     targets = list(out_tensors(writes, kwargs))
     if writes is not None:
-        targets += [tensor for tensor, _ in written_tensors(writes, args, kwargs)]
+        targets += written_tensors(writes, args, kwargs)
     if not targets:
         return Separated(args, kwargs)
     clones = _Clones(function, targets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,12 +79,6 @@ class Outcome:
 
     backward_error: Exception | None = None
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The leaves besides the inputs through which the outputs can be differentiated."""
-        found = [each.leaf for key, each in self.gradients.items() if isinstance(key, tuple)]
-        return [leaf for leaf in found if leaf is not None]
-
 
 # ---- gradients ----
 
@@ -97,17 +91,13 @@ def send_backward(
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
     *,
     retain_graph: bool = False,
-    without: Collection[int] = (),
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
-    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel. With
-    ``retain_graph`` the graph of what was made before, such as a memory, is left to the caller.
-    ``sources`` may have the edge of a tensor in its place; leaves whose id is in ``without`` get
-    none.
+    With ``retain_graph`` the graph of what was made before is left to the caller. ``sources`` may
+    have the edge of a tensor in its place.
     """
-    found = leaves_behind([output.value for output in outputs], sources.values())
-    parameters = [each for each in found if id(each) not in without]
+    parameters = _leaves_behind([output.value for output in outputs], sources.values())
     wanted = [*sources.values(), *parameters]
     ends = [
         output
@@ -118,10 +108,7 @@ def send_backward(
     ]
     if not wanted or not ends:
         return {}
-    sent = []
-    for value, counts in ends:
-        numbers = torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
-        sent.append(counted(numbers.to(value.dtype).view(value.shape), counts))
+    sent = [counted(_cotangent(value, i), counts) for i, (value, counts) in enumerate(ends)]
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad(
         [each.value for each in ends], wanted, sent, retain_graph=retain_graph, allow_unused=True
@@ -140,7 +127,22 @@ def send_backward(
     return gradients
 
 
-def leaves_behind(outputs: Sequence[Any], inputs: Iterable[Any]) -> list[torch.Tensor]:
+def _cotangent(value: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the gradient to send backward: the same numbers in every precision, 0.5 to 1.5.
+
+    They are positive, so that sums over a padded dim do not cancel, and no shift repeats them.
+    """
+    numbers = torch.arange(place, place + value.numel(), device=value.device, dtype=torch.float64)
+    numbers = (numbers * _GOLDEN % 1 + 0.5).to(torch.bfloat16).to(torch.float64)
+    if value.is_complex():
+        numbers = torch.complex(numbers, numbers.flip(0))
+    return numbers.to(value.dtype).view(value.shape)
+
+
+_GOLDEN = 0.6180339887498949
+
+
+def _leaves_behind(outputs: Sequence[Any], inputs: Iterable[Any]) -> list[torch.Tensor]:
     """Find the leaves that outputs depend on by way of autograd's graph, inputs left out.
 
     An input may be an edge of the graph; what is behind it is left out too.

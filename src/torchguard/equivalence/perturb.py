@@ -14,17 +14,13 @@ _EPSILONS = 32
 dtype of 16 bits."""
 
 
-def can_be_perturbed(values: torch.Tensor) -> bool:
-    """Whether it has digits to change: no integers, nor 8-bit types, of which one is a tenth."""
-    return (values.is_floating_point() or values.is_complex()) and values.itemsize > 1
-
-
 def perturb_(values: torch.Tensor, seed: int) -> None:
     """Multiply each value in place by a random factor close to 1; zero stays zero.
 
     If autocast is on, it is as far from 1 as the dtype that autocast takes rounds.
     """
-    if not can_be_perturbed(values):
+    # Integers have no digits to change, nor have the 8-bit types, of which one is a tenth.
+    if not (values.is_floating_point() or values.is_complex()) or values.itemsize == 1:
         return
     real = torch.view_as_real(values) if values.is_complex() else values
     generator = torch.Generator().manual_seed(seed)

@@ -83,33 +83,6 @@ def _named(models: Iterable[nn.Module], parameters: Sequence[Tensor]) -> str:
     return f"{len(parameters)} trainable parameters of the model: {', '.join(shown)}{more}"
 
 
-class SchedulerSteps:
-    """Sees whether the loop steps the schedulers that ``step.run`` steps."""
-
-    def __init__(self) -> None:
-        self._epochs: dict[int, int | None] = {}
-        self._warned = False
-
-    def before_step(self, scheduler: Any) -> None:
-        """Warn, once, if the loop has stepped a scheduler since ``run`` did."""
-        last = self._epochs.get(id(scheduler))
-        if last is not None and scheduler.last_epoch == last + 1 and not self._warned:
-            self._warned = True
-            warn_of_setup(
-                "run",
-                f"it steps {type(scheduler).__name__}, and your loop has stepped it too: the "
-                "learning rate changes twice in each step. Leave out your scheduler.step()",
-            )
-
-    def after_step(self, scheduler: Any) -> None:
-        """Note where ``run`` has left a scheduler."""
-        self._epochs[id(scheduler)] = getattr(scheduler, "last_epoch", None)
-
-    def forget(self) -> None:
-        """Begin anew: a state was loaded."""
-        self._epochs.clear()
-
-
 class FirstSteps:
     """Looks at the first two steps of an optimizer."""
 

@@ -395,13 +395,14 @@ class _Counting(nn.Module):
         super().__init__()
         self.began: list[int] = []
         self.runs = 0
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         self.began.append(self.runs)
         self.runs += 1
         if len(self.began) > 1:
             raise _Enough  # what comes next in torch's backward imports a compiler
-        return x * x  # saved for backward, so the block runs again
+        return x * self.factor
 
 
 def runs_again_as_first(*, reentrant: bool) -> bool:

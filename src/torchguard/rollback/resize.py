@@ -162,21 +162,6 @@ def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
         record("rolled_back", "resize", f"{operation} failed")
 
 
-def _call(
-    saved: Snapshot, operation: str, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a method for a helper, and restore what was read before if it raises."""
-    try:
-        return method(*args, **kwargs)
-    except BaseException:
-        try:
-            _fail(saved, operation, once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, operation, once=True)
-            raise
-        raise
-
-
 def _runs(guard: Any) -> Callable[[_Function], _Function]:
     """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
 
@@ -231,43 +216,6 @@ def safe_resize_(
 
 
 @public
-def safe_resize_as_(
-    tensor: _Tensor,
-    template: torch.Tensor,
-    *,
-    memory_format: torch.memory_format | None = None,
-) -> _Tensor:
-    """Resize a tensor in place to another's size; if that fails, nothing has changed.
-
-    Equals ``tensor.resize_as_(template, memory_format=memory_format)`` on success,
-    and returns ``tensor``. On failure as :func:`safe_resize_`.
-
-    Args:
-        tensor: the tensor to resize, of any shape.
-        template: the tensor whose size it gets; dtype and device don't matter.
-        memory_format: as for ``Tensor.resize_as_``.
-
-    Raises:
-        NonResizableStorageError: as :func:`safe_resize_`.
-        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
-
-    Cost:
-        As :func:`safe_resize_`.
-
-    Example:
-        >>> import torch, torchguard
-        >>> torchguard.safe_resize_as_(torch.zeros(4), torch.ones(2, 2)).shape
-        torch.Size([2, 2])
-    """
-    saved = _begin(tensor, "safe_resize_as_", (_numel(template),))
-    return _call(  # type: ignore[no-any-return]
-        saved, "safe_resize_as_", tensor.resize_as_, template, memory_format=memory_format
-    )
-
-
-@public
 def safe_set_(
     tensor: _Tensor,
     source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
@@ -311,7 +259,15 @@ def safe_set_(
     arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
     saved = _begin_set_((tensor,), arguments, "safe_set_")
     assert saved is not None
-    return _call(saved, "safe_set_", tensor.set_, **arguments)  # type: ignore[no-any-return]
+    try:
+        return tensor.set_(**arguments)  # type: ignore[return-value]
+    except BaseException:
+        try:
+            _fail(saved, "safe_set_", once=True)
+        except BaseException:  # a signal came during the call
+            _fail(saved, "safe_set_", once=True)
+            raise
+        raise
 
 
 # ---- what to read before a call; what would kill the process raises here ----

@@ -38,7 +38,7 @@ from torchguard.state.training import (
     is_of_torch,
     state_tensors,
 )
-from torchguard.training_setup import FirstSteps, SchedulerSteps
+from torchguard.training_setup import FirstSteps
 from torchguard.transactions.ranks import Ranks
 
 Undo = Literal["auto", "copy", "none"]
@@ -64,8 +64,10 @@ class Guarded:
     """Whether ``run`` knows that the loss function does not call ``backward()``."""
     sharded: str | None = None
     """Why no block can be opened, if ``also`` has a model of FSDP: only its state is saved."""
-    schedules: SchedulerSteps = field(default_factory=SchedulerSteps)
-    """Where ``run`` has left the schedulers."""
+    epochs: dict[int, int | None] = field(default_factory=dict)
+    """Where ``run`` has left each scheduler."""
+    loop_steps_too: bool = False
+    """Whether it was said that the loop steps a scheduler beside ``run``."""
 
 
 class Block:
@@ -124,7 +126,7 @@ class Block:
         pending = OptimizerStep(optimizer, copies=copies, fused=fused, reuse=reuse)
         if guarded.ranks is not None and last and not copies:
             guarded.ranks.agree_to_commit()
-        if guarded.first_steps and optimizer in guarded.first_steps:
+        if optimizer in guarded.first_steps:
             guarded.first_steps[optimizer].before_step()
         self._pending = pending
         return args, kwargs
@@ -155,10 +157,9 @@ class Block:
         # Autocast keeps its cast of a weight by the weight, whatever its version.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
         torch.clear_autocast_cache()
-        if guarded.first_steps and not skipped:
-            first = guarded.first_steps.get(optimizer)
-            if first is not None and first.after_step():
-                del guarded.first_steps[optimizer]
+        first = None if skipped else guarded.first_steps.get(optimizer)
+        if first is not None and first.after_step():
+            del guarded.first_steps[optimizer]
 
     def _first_buffers(self) -> BufferCopies:
         """Return the buffers from the time when the gradients of this step began."""

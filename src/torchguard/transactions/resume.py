@@ -41,7 +41,7 @@ def load(guarded: Guarded, state: Any) -> None:
         roll_back(before.restore)
         raise
     guarded.accumulation = None
-    guarded.schedules.forget()
+    guarded.epochs.clear()
 
 
 def _parts_of(guarded: Guarded) -> dict[str, tuple[Any, ...]]:

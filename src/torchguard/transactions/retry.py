@@ -19,6 +19,7 @@ from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch.eager import versions_of
 from torchguard.errors import UnrecoverableStepError, is_out_of_memory, with_causes
+from torchguard.training_setup import warn_of_setup
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 
@@ -132,13 +133,20 @@ def _update(
     if scaler is not None:
         scaler.update()
     for scheduler in guarded.schedulers:
-        guarded.schedules.before_step(scheduler)
+        last = guarded.epochs.get(id(scheduler))
+        if last is not None and scheduler.last_epoch == last + 1 and not guarded.loop_steps_too:
+            guarded.loop_steps_too = True
+            warn_of_setup(
+                "run",
+                f"it steps {type(scheduler).__name__}, and your loop has stepped it too: the "
+                "learning rate changes twice in each step. Leave out your scheduler.step()",
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             assert metric is not None  # _check has asked
             scheduler.step(metric(loss))
         else:
             scheduler.step()
-        guarded.schedules.after_step(scheduler)
+        guarded.epochs[id(scheduler)] = getattr(scheduler, "last_epoch", None)
     for optimizer in optimizers:
         optimizer.zero_grad()
 
@@ -183,16 +191,12 @@ def _check(
         raise ValueError(f"run: retry is {retry!r}, expected 'halve' or None")
     if not isinstance(parts, int) or parts < 1:
         raise ValueError(f"run: parts is {parts!r}, expected a number of 1 or more")
-    if before_step is not None and not callable(before_step):
-        raise TypeError(
-            f"run: before_step is of type {type(before_step).__name__}, expected a function: "
-            "write before_step=clip, without parentheses"
-        )
-    if metric is not None and not callable(metric):
-        raise TypeError(
-            f"run: metric is of type {type(metric).__name__}, expected a function of the loss: "
-            "write metric=float"
-        )
+    for name, value, such_as in (("before_step", before_step, "clip"), ("metric", metric, "float")):
+        if value is not None and not callable(value):
+            raise TypeError(
+                f"run: {name} is of type {type(value).__name__}, expected a function: write "
+                f"{name}={such_as}, without parentheses"
+            )
     if metric is None and any(isinstance(s, ReduceLROnPlateau) for s in guarded.schedulers):
         raise TypeError(
             "run: steps each scheduler after each batch, and ReduceLROnPlateau.step() takes a "

@@ -355,7 +355,8 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]
             sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
             names = {place: f"input {place}" for place in sources}
-            outcome.gradients = send_backward(list(map(Output, ends)), sources, names)
+            if ends and sources:
+                outcome.gradients = send_backward(list(map(Output, ends)), sources, names)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - likewise

@@ -66,19 +66,6 @@ class TestInputs:
         wrapped(*[torch.tensor([0, 1, 5])] * 3)
         assert [each.tolist() for each in seen] == [[0, 1, 5, last] for last in (-100, 5, 3)]
 
-    def test_a_part_of_a_mask_without_a_fill_holds_what_the_mask_does(self) -> None:
-        seen: list[Any] = []
-        wrapped = wrap(
-            lambda x, mask: seen.extend((mask["a"][0], mask["b"][0])),
-            dims={"x": {1: "t"}, "mask": {name: {1: "t"} for name in "ab"}},
-            mask={"mask": "padding"},
-            fill={"mask": {"a": 7}},
-            buckets=[4],
-            check_padding="never",
-        )
-        wrapped(torch.ones(2, 3), {name: torch.zeros(2, 3) for name in "ab"})
-        assert [each.tolist() for each in seen] == [[0, 0, 0, 7], [0, 0, 0, 1]]
-
     @pytest.mark.parametrize("fill", [0, "repeat-last"])
     def test_sizes_0_and_1_run_as_any_other(self, fill: Any, backend: Counting) -> None:
         linear = nn.Linear(2, 2)
@@ -128,20 +115,3 @@ class TestMasks:
         mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
         torch.testing.assert_close(wrapped(x, mask), masked(x, mask))
         torch.testing.assert_close(wrapped(x, m=mask.bool()), masked(x, mask))
-
-    @pytest.mark.parametrize(
-        ("kind", "expected"),
-        [
-            ("real", [True, True, True, False]),
-            ("padding", [False, False, False, True]),
-        ],
-    )
-    def test_of_each_kind(self, kind: Any, expected: list[Any]) -> None:
-        seen: list[Any] = []
-
-        def keep(x: torch.Tensor, m: Any = None) -> None:
-            seen.append(m.tolist())
-
-        wrapped = wrap(keep, dims={"x": {1: "t"}}, mask={"m": kind}, check_padding="never")
-        wrapped(torch.ones(2, 3))
-        assert seen == [[expected, expected]]

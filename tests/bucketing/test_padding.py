@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -76,19 +75,6 @@ def test_fills(value: Any, side: Any, expected: list[int]) -> None:
     x = torch.tensor([[5, 6, 7], [5, 6, 7]])
     padded = pad_to_bucket(x, 1, BUCKETS, value=value, side=side).tensor
     assert padded.tolist() == [expected, expected]
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
-        *((value, torch.float32) for value in (0, 1.5, -0.0, math.inf, -math.inf, math.nan, True)),
-        ((1 << 62) + 1, torch.int64),
-        (1 + 2j, torch.complex64),
-    ],
-)
-def test_padding_holds_the_very_number(value: Any, dtype: torch.dtype) -> None:
-    padded = pad_to_bucket(torch.ones(3, dtype=dtype), 0, 4, value=value).tensor
-    assert same(padded[3:], torch.tensor([value], dtype=dtype))
 
 
 @pytest.mark.parametrize(

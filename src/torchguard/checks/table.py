@@ -92,33 +92,20 @@ def _one_hot(given: Given, _: Sizes) -> Range:
     return 0, (count - 1 if type(count) is int and count > 0 else None)
 
 
-def _soft_labels(_: Given, __: Sizes) -> Range | None:
-    return (0.0, 1.0) if _refuses(_soft_target) else None
-
-
 @functools.cache
-def _refuses(call: Callable[[], object]) -> bool:
-    """Whether ``call`` raises on this torch; it uses ``torch.ops``, which no scope checks."""
+def _counts_from_the_end() -> bool:
+    """Whether ``take_along_dim`` does on this torch; ``torch.ops`` is checked by no scope."""
     try:
         with computing_unseen():
-            call()
+            both = torch.zeros(1, device="cpu"), torch.full((1,), -1, device="cpu")
+            torch.ops.aten.take_along_dim(*both, 0)
     except RuntimeError:
-        return True
-    return False
-
-
-def _soft_target() -> object:
-    return torch.ops.aten.binary_cross_entropy(*torch.tensor([[0.5], [2.0]], device="cpu"))
-
-
-def _negative_along_dim() -> object:
-    both = torch.zeros(1, device="cpu"), torch.full((1,), -1, device="cpu")
-    return torch.ops.aten.take_along_dim(*both, 0)
+        return False
+    return True
 
 
 def _take_along(given: Given, sizes: Sizes) -> Range | None:
-    """Later releases take negative indices, but not without a ``dim``."""
-    wraps = given.get("dim") is not None and not _refuses(_negative_along_dim)
+    wraps = given.get("dim") is not None and _counts_from_the_end()  # never without a dim
     return _along(given, sizes, wraps=wraps, flat=True)
 
 
@@ -172,7 +159,7 @@ _INDEX = Check("index", _along)
 _LABELS = Check("target", _classes, unread=_ignored)
 _PROBABILITIES = (
     Check("input", _always(0.0, 1.0), kind="value"),
-    Check("target", _soft_labels, kind="value"),
+    Check("target", _always(0.0, 1.0), kind="value"),
 )
 _CTC = (
     Check("targets", _below("log_probs", -1), unread=_beyond_length),

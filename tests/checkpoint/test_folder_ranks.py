@@ -241,9 +241,12 @@ with torchguard.install("save", "load"):
     saves(8.0)(folder / "guarded")
     result["kept"] = sorted(each.name for each in folder.glob("guarded.*"))
     saves(1.0)(folder / "plain")
-    in_thread = lambda path: dcp.async_save(state(2.0), checkpoint_id=path).result()
-    calls = [saves(2.0), in_thread,
+    calls = [saves(2.0), lambda path: dcp.async_save(state(2.0), checkpoint_id=path),
              lambda path: dcp.save(state(2.0), storage_writer=dcp.FileSystemWriter(path))]
+    if hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"):  # it has torch's own dcp.save
+        process = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+        calls.append(lambda path: dcp.async_save(
+            state(2.0), checkpoint_id=path, async_checkpointer_type=process))
     result["plain"] = [said(call, folder / "plain") for call in calls]
     half = {"a": torch.zeros(3).half()}
     result["dtype"] = said(dcp.load, half, checkpoint_id=folder / "plain")

@@ -35,10 +35,11 @@ def test_whole_files_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str
     save_file(state, tmp_path / "model.safetensors")
     state_dict_saver.save(state, checkpoint_id=tmp_path / "dcp")
     paths = [tmp_path / name for name in ("new.pt", "old.pt", "model.safetensors", "dcp")]
+    steps: list[tuple[int, int]] = []
     for path in paths:
-        found = torchguard.verify_checkpoint(path)
+        found = torchguard.verify_checkpoint(path, progress=lambda *each: steps.append(each))
         assert found
-        assert found.size > 0
+        assert steps[-1] == (found.size, found.size)
     assert "has no checksums" in str(torchguard.verify_checkpoint(paths[2]))
     assert main(["verify", *map(str, paths)]) == 0
     assert capsys.readouterr().out.count("is whole") == len(paths)

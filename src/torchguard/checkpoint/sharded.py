@@ -315,13 +315,7 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if path is None or not _is_written(path, options):
             return original(state_dict, *older, **options)
         link = os.path.abspath(path)
-        if not (os.path.islink(link) and is_ours(Path(os.path.realpath(path)))):
-            raise SaveError(
-                f"dcp.save would write over the checkpoint in {path} file by file; a process that "
-                "is stopped meanwhile leaves none that can be loaded. Save to a new folder, or "
-                "type: with torchguard.checkpoint_folder(link, group=True) as new: "
-                "dcp.save(state, checkpoint_id=new)"
-            )
+        _require_our_link(path)
         # As many stay as there are, of which dcp.save() would have written over one.
         kept = max(len(numbers(Path(link))), 1)
         with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
@@ -331,6 +325,34 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
             )
 
     return save
+
+
+def guard_dcp_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse at once what the guarded ``dcp.save`` would refuse when nobody looks.
+
+    It runs in another thread, or in another process, in which nothing is guarded.
+    """
+
+    def async_save(state_dict: Any, *older: Any, **options: Any) -> Any:
+        path = _local_path(options, "storage_writer", older)
+        if path is not None and _is_written(path, options):
+            kind = getattr(options.get("async_checkpointer_type"), "value", "")
+            _require_our_link(path, replaced=kind != "process")
+        return original(state_dict, *older, **options)
+
+    return async_save
+
+
+def _require_our_link(path: str, *, replaced: bool = True) -> None:
+    """Raise unless a save to a path makes a new folder, to which a link of ours then leads."""
+    is_link = os.path.islink(os.path.abspath(path)) and is_ours(Path(os.path.realpath(path)))
+    if not (replaced and is_link):
+        raise SaveError(
+            f"dcp.save would write over the checkpoint in {path} file by file; a process that is "
+            "stopped meanwhile leaves none that can be loaded. Save to a new folder, or type: with "
+            "torchguard.checkpoint_folder(link, group=True) as new: "
+            "dcp.save(state, checkpoint_id=new)"
+        )
 
 
 def _is_written(path: str, options: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +59,9 @@ class CheckpointCheck:
 
 
 @public
-def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+) -> CheckpointCheck:
     """Say whether a checkpoint is whole: a folder, a ``.pt`` or a ``.safetensors`` file.
 
     Nothing is loaded into a model. A folder of ``checkpoint_folder(group=)`` is compared with the
@@ -70,6 +72,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
 
     Args:
         path: a file, a folder, or a link to one.
+        progress: called after each file with the bytes that were compared so far, and in all.
 
     Returns:
         An object that is true if the checkpoint is whole; ``.faults`` names files and tensors.
@@ -93,7 +96,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
     if target.is_dir():  # a save that lets the link lead elsewhere meanwhile changes nothing here
         target = Path(os.path.realpath(target))
     files = [target] if target.is_file() else list(_files_in(target))
-    total = sum(file.stat().st_size for file in files)
+    total, compared = _count(files, progress)
     faults: list[str] = []
     limits: list[str] = []
     files_left = files
@@ -113,10 +116,27 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointCheck:
             fault = manifest_fault(folder, name, manifest)
             if fault is not None:
                 faults.append(f"{folder}/{with_tensors(folder, name, fault)}")
-    faults += _of_files(files_left, limits)
+            compared(folder / name)
+    faults += _of_files(files_left, limits, compared)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
+
+
+def _count(
+    files: Iterable[Path], progress: Callable[[int, int], object] | None
+) -> tuple[int, Callable[..., None]]:
+    """Return how many bytes there are, and what tells ``progress`` that files were compared."""
+    left = {file: file.stat().st_size for file in files}
+    total = sum(left.values())
+
+    def compared(*done: Path) -> None:
+        for file in done:
+            left.pop(file, None)
+        if progress is not None:
+            progress(total - sum(left.values()), total)
+
+    return total, compared
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -252,7 +272,7 @@ def _has_checksums(file: Path | io.BytesIO) -> bool:
         return all(record.CRC or not record.file_size for record in archive.infolist())
 
 
-def _of_files(files: list[Path], limits: list[str]) -> Iterator[str]:
+def _of_files(files: list[Path], limits: list[str], compared: Callable[..., None]) -> Iterator[str]:
     """Compare files without a manifest; those of DCP by folder, as ``.metadata`` says."""
     for folder in sorted({file.parent for file in files if _is_of_dcp(file)}):
         if not metadata_files(folder):
@@ -262,9 +282,11 @@ def _of_files(files: list[Path], limits: list[str]) -> Iterator[str]:
         else:
             for fault, _ in item_faults(folder, limits=limits):
                 yield f"{folder}/{fault}"
+        compared(*(file for file in files if file.parent == folder and _is_of_dcp(file)))
     for file in files:
         if not _is_of_dcp(file):
             yield from _of_file(file, limits)
+            compared(file)
 
 
 def _is_of_dcp(file: Path) -> bool:

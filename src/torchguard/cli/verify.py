@@ -29,10 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _main(options: argparse.Namespace) -> int:
     from torchguard import verify_checkpoint  # noqa: PLC0415 - imports torch
 
-    status = 0
+    status, shown = 0, {"progress": _progress} if sys.stderr.isatty() else {}
     for path in options.paths:
         try:
-            found = verify_checkpoint(path)
+            found = verify_checkpoint(path, **shown)
         except FileNotFoundError as error:
             sys.stderr.write(f"{error}\n")
             status = 2
@@ -42,3 +42,7 @@ def _main(options: argparse.Namespace) -> int:
         write(f"{found}\n")
         status = max(status, int(not found))
     return status
+
+
+def _progress(done: int, total: int) -> None:
+    sys.stderr.write(f"\r{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" + "\n" * (done == total))

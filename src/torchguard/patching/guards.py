@@ -180,7 +180,7 @@ _SAVE_IN_PACKAGES: Mapping[str, Mapping[str, patch.Make]] = {
     "fsspec.implementations.local": {
         "fsspec.implementations.local.LocalFileOpener.commit": guard_commit,
     },
-    _DCP: _dcp_paths("state_dict_saver", "save"),
+    _DCP: _dcp_paths("state_dict_saver", "save", "async_save"),
 }
 _LOAD_IN_PACKAGES = {_DCP: _dcp_paths("state_dict_loader", "load")}
 
@@ -217,8 +217,8 @@ GUARDS: dict[str, Guard] = {
             in_modules={DYNAMO: slice_scatter_replacements()},
         ),
         Guard("verified", lambda: {"torch.compile": guard_compile}),
-        Guard("save", lambda: _SAVE, in_modules=_SAVE_IN_PACKAGES),
-        Guard("load", lambda: _LOAD, in_modules=_LOAD_IN_PACKAGES),
+        Guard("save", lambda: _SAVE, None, in_modules=_SAVE_IN_PACKAGES),
+        Guard("load", lambda: _LOAD, None, in_modules=_LOAD_IN_PACKAGES),
         Guard("numpy", numpy_memory.replacements, changed=numpy_memory.changed),
         Guard("recompute", recompute.replacements, None, in_modules=recompute.IN_MODULES),
     )

@@ -83,16 +83,6 @@ def test_shared_memory_is_decided_exactly(one: torch.Tensor, other: torch.Tensor
     assert share(other, one) is expected
 
 
-def test_what_is_too_hard_to_say_counts_as_shared() -> None:
-    """Many dims with strides that have no common divisor: the search is bounded."""
-    buffer = torch.zeros(200_000)
-    strides = (11, 101, 1009, 10007)
-    one = buffer.as_strided((9, 9, 9, 9), strides, 0)
-    other = buffer.as_strided((9, 9, 9, 9), tuple(step + 2 for step in strides), 5)
-    assert share(one, other) in {True, False}  # it ends
-    assert not share(one, torch.zeros(3))
-
-
 # ---- numpy is the second oracle ----
 
 LINES = (
@@ -230,13 +220,6 @@ def test_a_line_is_named_once() -> None:
     assert caught[0].filename == __file__
     assert "x -= x[:, :1]" in str(caught[0].message)
     assert ".clone()" in str(caught[0].message)
-
-
-@pytest.mark.usefixtures("on")
-def test_what_overlaps_itself_is_refused_as_before() -> None:
-    x = torch.zeros(1, 3).expand(2, 3)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        x.add_(1)
 
 
 # ---- a call that PyTorch refuses, and one that it computes right ----
@@ -509,17 +492,6 @@ def test_one_overlap_among_fifty_tensors(place: int, of: int) -> None:
     operands[place] = memory[order[of], 1:7]
     expected = [one - other for one, other in zip(written, operands, strict=True)]
     with torchguard.install("overlap"), pytest.warns(OverlapWarning):
-        torch._foreach_sub_(written, operands)
-    assert all(map(torch.equal, written, expected))
-
-
-def test_views_of_one_tensor_that_lie_between_each_other_are_not_copied() -> None:
-    memory = torch.arange(60.0)
-    written = [memory[each::10] for each in range(5)]
-    operands = [memory[5 + each :: 10] for each in range(5)]
-    expected = [one - other for one, other in zip(written, operands, strict=True)]
-    with torchguard.install("overlap"), warnings.catch_warnings():
-        warnings.simplefilter("error", OverlapWarning)
         torch._foreach_sub_(written, operands)
     assert all(map(torch.equal, written, expected))
 

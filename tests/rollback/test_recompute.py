@@ -354,20 +354,6 @@ def test_a_tensor_given_by_name_and_written_before_backward_is_an_error() -> Non
                 y.sum().backward()
 
 
-def test_a_bias_that_is_stepped_before_the_second_run_raises_nothing() -> None:
-    """Its gradient is complete by then, and what adds it is not run again."""
-
-    def step(parameter: Tensor) -> None:
-        with torch.no_grad():
-            parameter.sub_(parameter.grad)  # type: ignore[arg-type]
-
-    scale, bias, x = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    for each in (scale, bias):
-        each.register_post_accumulate_grad_hook(step)
-    safe_checkpoint(lambda x: (x * scale).sin() + bias, x).sum().backward()
-    assert torch.equal(x.grad, torch.ones(2).cos())  # type: ignore[arg-type]
-
-
 def test_layers_stepped_while_backward_goes_on_raise_nothing() -> None:
     """An optimizer step in backward writes the layers whose gradient is complete.
 

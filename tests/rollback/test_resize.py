@@ -13,7 +13,7 @@ import torch
 
 import torchguard
 from support import kinds
-from support.kinds import Kind, State, empty_locked, locked, named, plain, state, values
+from support.kinds import Kind, State, empty_locked, locked, named, state, values
 from support.ways import (
     BARE,
     BOTH,
@@ -322,15 +322,6 @@ def test_a_tensor_that_was_corrupt_before_can_be_resized_back() -> None:
         tensor.resize_(100)
     assert not is_consistent(tensor)
     assert safe_resize_(tensor, 2).tolist() == [1, 2]
-
-
-@each_way
-def test_inside_vmap_a_failure_stays_torchs(way: Way) -> None:
-    def ended(way: Way) -> Any:
-        with way.scope():
-            return outcome_of(lambda: torch.vmap(lambda row: way.resize_(row, 100))(plain()))
-
-    assert type(ended(way).error) is type(ended(BARE).error)
 
 
 @pytest.mark.parametrize("scope", [torchguard.install, torchguard.guarded])

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from torchguard.state.containers import Containers, children, copy_of_tree, tensors_in, walk
+from torchguard.state.containers import Containers, copy_of_tree, walk
 from torchguard.state.process import RNGState, ThreadModes, access_of, generators_among
 from torchguard.state.tensors import Elements, extent
 
@@ -114,16 +113,6 @@ def test_a_dict_is_restored_one_entry_at_a_time() -> None:
     saved.restore()
     assert watched == {"a": 1, "b": 2}
     assert sets == ["b"]
-
-
-def test_there_is_one_definition_of_a_container() -> None:
-    for kind in (dict, OrderedDict, list, deque, tuple, set, frozenset):
-        assert children(kind()) == []
-    assert children(torch.ones(2)) is None
-    assert children(nn.Linear(1, 1)) is None
-    assert children("text") is None
-    found = dict(tensors_in({"a": deque([torch.ones(1)])}, "obj", {}))
-    assert list(found) == ["obj['a'][0]"]
 
 
 # ---- tensors ----

@@ -167,16 +167,6 @@ def test_gradients_that_were_used_are_dropped_and_the_note_says_what_is_missing(
     assert made.state() == plain.state()
 
 
-def test_a_scheduler_that_has_stepped_is_not_named() -> None:
-    made = Setup()
-    with pytest.raises(Failure) as raised, made.step:
-        made.backward()
-        made.optimizer.step()
-        made.scheduler.step()
-        raise Failure
-    assert "ExponentialLR" not in "".join(raised.value.__notes__)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_waits_from_the_first_step_to_the_end_of_the_block(kind: str) -> None:
     made, seen = Setup(kind), []

@@ -86,17 +86,6 @@ def test_buffers_go_back_to_where_the_accumulation_began(
     assert everything(model, optimizer) == before
 
 
-def test_an_accumulation_that_was_given_up_does_not_count() -> None:
-    """Its gradients are gone when the next one begins, whose first block says where to go back."""
-    model, optimizer, step = training("AdamW", foreach=False)
-    with step:
-        model(torch.randn(4, 3)).square().mean().backward()
-    optimizer.zero_grad()
-    before = everything(model, optimizer)
-    train(model, optimizer, step, 1.0, NAN)
-    assert everything(model, optimizer) == before
-
-
 # ---- the edges ----
 
 

@@ -146,19 +146,6 @@ class TestOutOfMemory:
         assert all(map(torch.equal, made.model.parameters(), before))
         assert not made.optimizer.state
 
-    def test_in_before_step_takes_the_whole_step_back(self) -> None:
-        plain, made = Setup(), Setup()
-
-        def before_step() -> None:
-            if made.sizes == [8]:
-                out_of_memory()
-            made.note()
-
-        with pytest.warns(RuntimeWarning, match="parts of 4"):
-            made.step.run(made.loss_of, made.batch, retry="halve", before_step=before_step)
-        plain.plain_step()
-        assert_close(made, plain)
-
     def test_the_failed_attempt_is_freed_before_the_next_one(self) -> None:
         made = Setup()
         activations: list[weakref.ref[torch.Tensor]] = []

@@ -53,6 +53,7 @@ _POINTERS = (".crow_indices()", ".ccol_indices()")
 
 
 _new = tuple.__new__
+_NO_COPIES = (None, None, None, None)  # assemble, elements, span, autograd
 
 
 class Snapshot(NamedTuple):
@@ -75,7 +76,10 @@ class Snapshot(NamedTuple):
     assemble: Callable[..., torch.Tensor] | None = None
     """Makes a sparse tensor of its parts."""
 
-    elements: _Copy | None = None
+    elements: torch.Tensor | None = None
+    span: tuple[int, int] | None = None
+    """First element and count of what was copied, if elements overlap (``expand``)."""
+
     autograd: _Autograd | None = None
 
     def restore(self, version: int | None = None) -> None:
@@ -98,7 +102,7 @@ class Snapshot(NamedTuple):
                 attempt(_restore_kind, tensor, autograd)
             attempt(_restore_layout, self, version)
             if elements is not None:
-                attempt(call_unrecorded, tensor, _restore_elements, tensor, elements)
+                attempt(call_unrecorded, tensor, _restore_elements, tensor, elements, self.span)
             if autograd is not None:
                 attempt(_restore_history, tensor, autograd)
             if version is not None and version_of(tensor) != version:
@@ -111,14 +115,6 @@ class Snapshot(NamedTuple):
             if now is None or self.version is None or self.tensor.is_meta:
                 return self.version
         return max(now, self.version + 1)
-
-
-class _Copy(NamedTuple):
-    """A copy of a tensor's elements, and how to reach them again."""
-
-    elements: torch.Tensor
-    span: tuple[int, int] | None
-    """First element and count, for a tensor whose elements overlap (``expand``)."""
 
 
 class _Autograd(NamedTuple):
@@ -158,7 +154,7 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
         storage = tensor.untyped_storage()
         version, size, stride = version_of(tensor), tensor.shape, tensor.stride()
         offset, nbytes = tensor.storage_offset(), storage.nbytes()
-        fields = (tensor, version, size, stride, offset, storage, nbytes, parts, None, None, None)
+        fields = (tensor, version, size, stride, offset, storage, nbytes, parts, *_NO_COPIES)
         saved = _new(Snapshot, fields)  # Snapshot(...) would call a __new__ written in Python
     except RuntimeError:  # NotImplementedError included: no storage, or no strides
         saved = Snapshot(tensor, version_of(tensor), parts=parts)
@@ -166,7 +162,8 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
             with without_dispatch_modes(tensor):
                 saved = call_with_grad(False, _capture_sparse, saved, data)
     if data and saved.assemble is None and not tensor.is_meta:
-        saved = saved._replace(elements=_copy_elements(tensor))
+        elements, span = _copy_elements(tensor)
+        saved = saved._replace(elements=elements, span=span)
     return saved._replace(autograd=_capture_autograd(tensor, data)) if autograd else saved
 
 
@@ -206,15 +203,15 @@ def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(f".{name}()", getattr(tensor, name)()) for name in names]
 
 
-def _copy_elements(tensor: torch.Tensor) -> _Copy:
-    """Copy the elements of a tensor, or the memory it lies in if it can't be written to."""
+def _copy_elements(tensor: torch.Tensor) -> tuple[Tensor, tuple[int, int] | None]:
+    """Copy the elements of a tensor, or the span that it lies in if it can't be written to."""
     with without_torch_function(), without_dispatch_modes(tensor):
         if tensor.layout is torch.strided and not tensor.is_nested:
             size, stride = tuple(tensor.shape), tensor.stride()
             if any(step == 0 and length > 1 for step, length in zip(stride, size, strict=True)):
                 span = (int(tensor.storage_offset()), extent(size, stride))
-                return _Copy(call_with_grad(False, _stretch(tensor, span).clone), span)
-        return _Copy(call_with_grad(False, tensor.clone), None)
+                return call_with_grad(False, _stretch(tensor, span).clone), span
+        return call_with_grad(False, tensor.clone), None
 
 
 def _stretch(tensor: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
@@ -280,10 +277,7 @@ def _restore_sparse(tensor: torch.Tensor, saved: Snapshot) -> None:
     # is that of a tensor without parts.
     # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/SparseCsrTensorImpl.h
     before = saved.assemble(
-        *(
-            part.tensor if part.elements is None else part.elements.elements
-            for _, part in saved.parts
-        )
+        *(part.tensor if part.elements is None else part.elements for _, part in saved.parts)
     )
     original_resize_as_sparse_(tensor, before)
     original_copy_(tensor, before)
@@ -316,10 +310,9 @@ def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
         return False
 
 
-def _restore_elements(tensor: torch.Tensor, saved: _Copy) -> None:
+def _restore_elements(tensor: Tensor, elements: Tensor, span: tuple[int, int] | None) -> None:
     with without_dispatch_modes(tensor):
-        target = tensor if saved.span is None else _stretch(tensor, saved.span)
-        original_copy_(target, saved.elements)
+        original_copy_(tensor if span is None else _stretch(tensor, span), elements)
 
 
 def _restore_history(tensor: torch.Tensor, saved: _Autograd) -> None:

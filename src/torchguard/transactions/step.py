@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,18 +157,13 @@ class Transaction:
                 "; what the block itself writes to parameters through .data (SAM, weight noise) "
                 "stays, for which undo='copy' keeps copies"
             )
-        return strong + "".join(self._limits())
-
-    def _limits(self) -> Iterable[str]:
-        """Yield what holds besides, each after a semicolon."""
-        guarded = self._guarded
-        if guarded.gate is not None:
-            yield "; a step that is not finite does not change parameters, state and buffers"
-        if guarded.ranks is not None:
-            yield "; on every rank, with run(): a step is taken on all of them or on none"
-        if self.part_size is not None:
-            yield f"; run() splits batches into parts of {self.part_size} samples"
-        yield frozen(guarded.training.modules)
+        besides = {
+            "a step that is not finite does not change parameters, state and buffers": guarded.gate,
+            "on every rank, with run(): a step is taken on all of them or on none": guarded.ranks,
+            f"run() splits batches into parts of {self.part_size} samples": self.part_size,
+        }
+        limits = "".join(f"; {text}" for text, why in besides.items() if why is not None)
+        return strong + limits + frozen(guarded.training.modules)
 
     def stats(self) -> TransactionStats:
         """Return how many blocks were committed and rolled back, and with what."""

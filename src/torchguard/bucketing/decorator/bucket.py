@@ -176,6 +176,8 @@ class Call(NamedTuple):
                     starts, starts[1:], treedefs, self.arguments, strict=False
                 )
             ]
+        if not extras and positional == len(names):
+            return [*self.owner, *values], {}
         args = [*self.owner, *values[:positional]]
         named = dict(zip(names[positional:], values[positional:], strict=True))
         if extras:
@@ -360,6 +362,8 @@ class Plan:
 
     def pad(self, leaves: list[Any], fills: Mapping[int, Any] | None = None) -> list[Any]:
         """Return leaves at the sizes of their buckets; ``fills`` replaces what is declared."""
+        if not self.pads:
+            return leaves
         leaves = list(leaves)
         for index, pad in self.pads:
             leaf = leaves[index]

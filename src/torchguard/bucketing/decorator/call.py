@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -100,34 +100,18 @@ class Caller:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function: pad, run, slice."""
-        plan, leaves, nested = self._look_up(args, kwargs)
-        first = not plan.ready or plan.open or self._always
-        if first or nested or plan.extras or plan.told:
-            call = Call(plan.signature, self.owner, [*args, *kwargs.values()], leaves)
-            if first:
-                return self._make_whole(plan, call)
-            return self._call(plan, plan.graph.run, call)
-        # No container and nothing to add: each argument is a leaf, and goes as it is.
-        for index, pad in plan.pads:
-            leaves[index] = pad(leaves[index])
-        if kwargs:
-            count = len(args)
-            named = dict(zip(kwargs, leaves[count:], strict=True))
-            output = plan.graph.run(*self.owner, *leaves[:count], **named)
-        else:
-            output = plan.graph.run(*self.owner, *leaves)
-        return self._finish(plan, plan.real, output, args, kwargs)
+        plan, call = self.look_up(args, kwargs)
+        if not plan.ready or plan.open or self._always:
+            return self._make_whole(plan, call)
+        return self._call(plan, plan.graph.run, call)
 
-    def _look_up(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Plan, list[Any], bool]:
-        """Return the plan for a call, its leaves, and whether any is inside of a container."""
+    def look_up(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Call]:
+        """Return the plan for a call, and the call."""
         global_state = (self._global_state or self._global_state_for())()
-        arguments: Iterable[Any] = (*args, *kwargs.values()) if kwargs else args
+        arguments = [*args, *kwargs.values()] if kwargs else list(args)
         # The key of the plan: all that it, or a compiled graph, depends on.
         key: list[Any] = [global_state, len(args), *kwargs]
         leaves: list[Any] = []
-        nested = False
         for argument in arguments:
             kind = type(argument)
             # Not isinstance(): a Parameter and other subclasses go the last way, a leaf each.
@@ -139,7 +123,6 @@ class Caller:
                 key += (kind, argument)
             else:
                 inside, treedef = flatten(argument)
-                nested = nested or treedef is not None
                 leaves += inside
                 key.append(treedef)
                 for leaf in inside:
@@ -150,24 +133,20 @@ class Caller:
         plan = self._plans.get(tuple(key))
         if plan is None:
             plan = self._new_plan(tuple(key), global_state, args, kwargs)
-        return plan, leaves, nested
+        return plan, Call(plan.signature, self.owner, arguments, leaves)
 
     def _call(self, plan: Plan, run: Callable[..., Any], call: Call) -> Any:
+        """Run a call, slice its output, and count it."""
         extras = fresh_extras(self.spec, call, plan) if plan.extras else None
+        # On an accelerator this is a tensor, which only the device knows.
         real = count_real(self.spec, plan, call) if plan.told else plan.real
         args, kwargs = call.bind(extras, plan.pad(call.leaves))
-        return self._finish(plan, real, run(*args, **kwargs), call)
-
-    def _finish(self, plan: Plan, real: Any, output: Any, *given: Any) -> Any:
-        """Slice the output and count the call, given as a :class:`Call` or what makes one.
-
-        ``real`` is how much of it is: a tensor, if only an accelerator knows.
-        """
+        output = run(*args, **kwargs)
         if plan.graph.cuda_graphs:
             output = _cloned(output)
         if plan.pads:
             sliced = slice_output(plan, output)
-            output = self.learn(plan, output, *given) if sliced is UNKNOWN else sliced
+            output = self.learn(plan, call, output) if sliced is UNKNOWN else sliced
         with self.lock:
             # Under the lock: += reads and writes, and another thread may call in between.
             bucket = plan.bucket
@@ -181,9 +160,8 @@ class Caller:
             plan.seen[0] += 1
         return output
 
-    def learn(self, plan: Plan, output: Any, *given: Any) -> Any:
+    def learn(self, plan: Plan, call: Call, output: Any) -> Any:
         """Take the real part of an output of a new kind."""
-        call = given[0] if len(given) == 1 else Call.of(self.spec, self.owner, *given)
         with COMPILE_LOCK, uncompiled():
             return self.output_shapes.slice(plan, call, output)
 
@@ -330,17 +308,12 @@ class Caller:
 
     def verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check these inputs, whatever was checked before."""
-        plan, call = self.plan_for(args, kwargs)
+        plan, call = self.look_up(args, kwargs)
         if not self.prove(plan, call, anew=True):
             raise ValueError(
                 f"bucketed: nothing to check: {sizes_of(plan)}, so nothing is padded; pass shorter "
                 "inputs, or a mask that says what is"
             )
-
-    def plan_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, Call]:
-        """Return the plan for a call that is not made now."""
-        plan, leaves, _ = self._look_up(args, kwargs)
-        return plan, Call(plan.signature, self.owner, [*args, *kwargs.values()], leaves)
 
 
 def _cloned(output: Any) -> Any:

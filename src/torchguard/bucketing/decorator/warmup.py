@@ -86,7 +86,7 @@ def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> Non
     if plan.pads and not plan.slices:
         # With check_padding="never" nothing has run yet that says what an output is like.
         args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
-        caller.learn(plan, caller.first_run(plan)(*args, **kwargs), call)
+        caller.learn(plan, call, caller.first_run(plan)(*args, **kwargs))
 
 
 # ---- the example at other sizes ----
@@ -132,7 +132,7 @@ def _resized(
     """Return the example cut or padded to these sizes, and its plan."""
     sized = _cut_or_padded(caller.spec, inputs, call, sizes)
     args, kwargs = sized.bind()
-    return caller.plan_for(tuple(args[len(call.owner) :]), kwargs)
+    return caller.look_up(tuple(args[len(call.owner) :]), kwargs)
 
 
 def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:

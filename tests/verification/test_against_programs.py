@@ -263,9 +263,11 @@ def test_no_false_alarm_on_functions(function: Any, gradient: bool) -> None:
         x.requires_grad_(gradient and function not in WRITES)
         torch.manual_seed(0)
         compiled(x)
+        drawn = torch.get_rng_state()
         with torch.no_grad():
             torch.manual_seed(0)
             function(other)
+        assert torch.equal(torch.get_rng_state(), drawn)
         assert torch.equal(x.detach(), other)
     assert row(compiled).status == "verified", row(compiled).reason
     assert row(compiled).checks >= 2

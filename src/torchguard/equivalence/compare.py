@@ -170,24 +170,12 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison has found."""
-
-    differences: tuple[Difference, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        """Whether the runs did the same, except for rounding."""
-        return not self.differences
-
-
 def judge(
     reference: Outcome,
     candidate: Outcome,
     policy: Policy,
     exact: Callable[[], Outcome | None] | None = None,
-) -> Verdict:
+) -> tuple[Difference, ...]:
     """Compare a run with one that is right by definition: eager, or without padding.
 
     ``exact`` makes the outcome in double precision, where values differ by more than the tolerance.
@@ -196,7 +184,7 @@ def judge(
         return _errors("run", reference.error, candidate.error)
     if reference.structure != candidate.structure:
         counts = f"{len(candidate.outputs)} outputs where eager has {len(reference.outputs)}"
-        return Verdict((Difference("structure", None, counts, "shape"),))
+        return (Difference("structure", None, counts, "shape"),)
     comparison = _Comparison(policy, None if exact is None else functools.cache(exact))
     comparison.values("outputs", enumerate(zip(reference.outputs, candidate.outputs, strict=True)))
     comparison.values("inputs", enumerate(zip(reference.inputs, candidate.inputs, strict=True)))
@@ -210,16 +198,18 @@ def judge(
             return _errors("backward", None, candidate.backward_error)
         comparison.gradients(reference, candidate)
         comparison.buffers(reference, candidate)
-    return Verdict(tuple(comparison.found))
+    return tuple(comparison.found)
 
 
-def _errors(part: Part, reference: Exception | None, candidate: Exception | None) -> Verdict:
+def _errors(
+    part: Part, reference: Exception | None, candidate: Exception | None
+) -> tuple[Difference, ...]:
     if (reference is None) == (candidate is None):
-        return Verdict()
+        return ()
     what = f"does not raise, eager raises {_shown(reference)}"
     if reference is None:
         what = f"raises {_shown(candidate)}, eager does not"
-    return Verdict((Difference(part, None, what, "error"),))
+    return (Difference(part, None, what, "error"),)
 
 
 def _shown(error: Exception | None) -> str:

@@ -84,19 +84,18 @@ class Options:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.calls) is not int or self.calls < 1:
-            raise ValueError(f"verified: calls is {self.calls!r}, expected a number of 1 or more")
-        if self.on_mismatch not in get_args(OnMismatch):
-            choices = " or ".join(map(repr, get_args(OnMismatch)))
-            raise ValueError(f"verified: on_mismatch is {self.on_mismatch!r}, expected {choices}")
-        if self.max_bytes is not None and (type(self.max_bytes) is not int or self.max_bytes < 0):
-            raise ValueError(
-                f"verified: max_bytes is {self.max_bytes!r}, expected a number of bytes or None"
-            )
-        if self.against not in {None, "python"}:
-            raise ValueError(f"verified: against is {self.against!r}, expected 'python' or None")
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise ValueError(f"verified: every is {self.every!r}, expected a number of 1 or more")
+        for name, least in (("calls", 1), ("max_bytes", 0), ("every", 1)):
+            value = getattr(self, name)
+            is_left_out = value is None and name != "calls"
+            if not is_left_out and (type(value) is not int or value < least):
+                raise ValueError(
+                    f"verified: {name} is {value!r}, expected a number of {least} or more"
+                )
+        for name, known in (("on_mismatch", get_args(OnMismatch)), ("against", ("python", None))):
+            value = getattr(self, name)
+            if value not in known:
+                choices = " or ".join(map(repr, known))
+                raise ValueError(f"verified: {name} is {value!r}, expected {choices}")
         if self.every is not None and self.against is None:
             raise ValueError("verified: every is for against='python', which was not given")
 

@@ -170,7 +170,7 @@ def differences_of(reference: Run, candidate: Run) -> list[Difference]:
             backward_error=run.backward_error,
         )
 
-    found = judge(outcome(reference), outcome(candidate), _POLICY).differences
+    found = judge(outcome(reference), outcome(candidate), _POLICY)
     names = {"outputs": results, "inputs": state, "gradients": reference.reached.names}
     return [
         replace(each, key=names[each.part][each.key]) if isinstance(each.key, int) else each

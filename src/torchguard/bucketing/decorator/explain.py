@@ -12,20 +12,20 @@ from torchguard._pytree import flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of
 from torchguard.bucketing.decorator.bucket import Case, Plan, sizes_of
 from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
-from torchguard.equivalence.compare import PADDING, Verdict, judge
+from torchguard.equivalence.compare import PADDING, Difference, judge
 from torchguard.equivalence.outcome import Outcome
 
 # ---- padding has changed the answer ----
 
 
 def leak_of(  # noqa: PLR0917 - as many as a difference has
-    shapes: OutputShapes, case: Case, verdict: Verdict, expected: Outcome, got: Outcome, fills: Any
+    shapes: OutputShapes, case: Case, found: Difference, expected: Outcome, got: Outcome, fills: Any
 ) -> str:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
     The structure of both outcomes is a ``FlatOutput``.
     """
-    name, what, found = shapes.name, sizes_of(case.plan), verdict.differences[0]
+    name, what = shapes.name, sizes_of(case.plan)
     filled = " and ".join(each.label for each in case.plan.inputs if each.index in fills)
     if got.error is not None:
         return (
@@ -142,7 +142,7 @@ class FirstDifference(TorchDispatchMode):
             return
         for expected, got in zip(before, made, strict=False):
             real = [Outcome(outputs=[each]) for each in self._real(expected, got)]
-            if real and not judge(real[0], real[1], PADDING).equal:
+            if real and judge(real[0], real[1], PADDING):
                 shown = name.strip("_").removesuffix("_for_cpu")
                 place = ", ".join(filter(None, (shown, user_line())))
                 self.found = f". It first differs after {place}"

@@ -152,10 +152,10 @@ class _Checker:
             self._compare(padded, next(runs), fills)
 
     def _compare(self, expected: Outcome, got: Outcome, fills: Fills) -> None:
-        verdict = judge(expected, got, PADDING)
-        if verdict.equal:
+        differences = judge(expected, got, PADDING)
+        if not differences:
             return
-        text = leak_of(self._shapes, self._case, verdict, expected, got, fills)
+        text = leak_of(self._shapes, self._case, differences[0], expected, got, fills)
         watch = FirstDifference(self._case.plan)
         if got.error is None:
             with contextlib.suppress(Exception):  # the second time it may raise something

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from support.miscompiling import right, spoiling, stats, verified_backend, workload, wrong
 from torchguard import (
     MiscompilationWarning,
-    install,
     sliced_assign,
     sliced_assign_,
     verified,
@@ -24,7 +21,7 @@ from torchguard import (
 from torchguard.verification.graph import why_not_twice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -301,91 +298,6 @@ def test_hooks_of_a_parameter_that_the_graph_owns_are_not_called_for_a_check() -
     backend(torch.fx.GraphModule({"weight": weight}, graph), [given])(given)[0].backward()
     assert len(seen) == 1
     assert backend.stats().graphs[0].reason == "a tensor that the graph owns has hooks"
-
-
-# --- threads leave Dynamo's settings alone
-
-
-NAMES = ("automatic_dynamic_shapes", "assume_static_by_default")
-WAIT = 60.0
-
-
-def settings() -> list[Any]:
-    return [getattr(torch._dynamo.config, name) for name in NAMES]
-
-
-@pytest.fixture
-def before() -> Iterator[list[Any]]:
-    """Put Dynamo's settings back, whatever a test has done to them."""
-    found = settings()
-    yield found
-    for name, value in zip(NAMES, found, strict=True):
-        setattr(torch._dynamo.config, name, value)
-
-
-class Doubled(nn.Module):
-    """Of two calls at the same time, the one that enters first leaves first."""
-
-    first: threading.Thread | None = None  # a call that compiles comes before there are two
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entered, self.both, self.left = (threading.Event() for _ in range(3))
-        untraced = torch.compiler.disable(self.meet)
-
-        def doubled(x: torch.Tensor) -> torch.Tensor:
-            y = x * 2
-            untraced()
-            return y
-
-        self.forward = doubled
-
-    def meet(self) -> None:
-        if threading.current_thread() is self.first:
-            self.entered.set()
-            assert self.both.wait(WAIT)
-        elif self.first is not None:
-            self.both.set()
-            assert self.left.wait(WAIT)
-
-
-WAYS: dict[str, Callable[[Doubled, bool], Any]] = {
-    "function": lambda module, d: verified(module.forward, backend="eager", dynamic=d),
-    "module": lambda module, d: verified(module, backend="eager", dynamic=d),
-    "installed, a decorator": lambda module, d: torch.compile(dynamic=d)(module.forward),
-    "installed, a module": lambda module, d: torch.compile(module, dynamic=d),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "dynamic"),
-    [
-        ("function", False),
-        ("function", True),
-        ("module", False),
-        *(pytest.param(how, False, marks=pytest.mark.slow) for how in list(WAYS)[2:]),
-    ],
-)
-def test_settings_of_dynamo_are_as_before(how: str, dynamic: bool, before: list[Any]) -> None:
-    """Up to torch 2.11 two calls at the same time left them changed for the whole process."""
-    module = Doubled()
-    with install("verified") if how.startswith("installed") else contextlib.nullcontext():
-        doubled = WAYS[how](module, dynamic)
-
-    def call() -> None:
-        assert doubled(torch.ones(3)).tolist() == [2, 2, 2]
-
-    def call_first() -> None:
-        call()
-        module.left.set()
-
-    call()
-    module.first = threading.Thread(target=call_first)
-    module.first.start()
-    assert module.entered.wait(WAIT)
-    call()
-    module.first.join()
-    assert settings() == before
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(False, 4), (None, 2), (True, 1)])

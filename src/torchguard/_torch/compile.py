@@ -121,20 +121,10 @@ def compiles_inside(
     return result
 
 
-def keep_settings(compiled: Any) -> Any:
-    """Return the same compiled function, whose calls leave Dynamo's settings alone."""
-    # Up to torch 2.11 dynamic= changes settings of the whole process while the function runs.
-    # Where calls of two threads overlap, automatic_dynamic_shapes is False from then on.
-    # https://github.com/pytorch/pytorch/issues/118260
-    found = compiler_of(compiled)
-    if found is None or not _changes_shared_settings(found[1]):
-        return compiled
-    return compiles_inside(compiled, contextlib.nullcontext)
-
-
 def _changes_shared_settings(settings: Any) -> list[Callable[[], Callable[[], None]]]:
     """Return what a call of a compiled function does for ``dynamic=`` to other threads as well."""
-    # https://github.com/pytorch/pytorch/blob/v2.6.0/torch/_dynamo/eval_frame.py#L367
+    # Up to torch 2.11. Where calls of two threads overlap, automatic_dynamic_shapes is False from
+    # then on: https://github.com/pytorch/pytorch/issues/118260
     changes = [
         hook
         for hook in getattr(settings, "enter_exit_hooks", ())
@@ -165,7 +155,6 @@ def traced(function: Callable[..., Any]) -> bool:
 def compile_in_place(module: torch.nn.Module, **settings: Any) -> None:
     """Equals ``module.compile(**settings)``, for modules of torch too, on every release."""
     module._compiled_call_impl = torch.compile(inlined(module._call_impl), **settings)
-    module._compiled_call_impl = keep_settings(module._compiled_call_impl)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

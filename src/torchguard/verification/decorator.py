@@ -17,7 +17,6 @@ from torchguard._torch import (
     compiled_call,
     default_backend,
     inductor_backend,
-    keep_settings,
 )
 from torchguard.verification.backend import OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
@@ -238,7 +237,7 @@ def verified(
         if isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
         else:
-            made = keep_settings(torch.compile(function, **settings))
+            made = torch.compile(function, **settings)
         made = _compared(made, function, settings["backend"])
         return _with_stats(made, settings["backend"])
 
@@ -338,7 +337,7 @@ def guard_compile(original: Callable[..., Any]) -> Callable[..., Any]:
         checked = VerifiedBackend("inductor", Options(against=against), dynamic=dynamic)
         made = original(model, **{**settings, "backend": checked})
         if model is None:
-            return lambda model: _compared(keep_settings(made(model)), model, checked)
-        return _compared(keep_settings(made), model, checked)
+            return lambda model: _compared(made(model), model, checked)
+        return _compared(made, model, checked)
 
     return compile

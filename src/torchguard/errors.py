@@ -1,10 +1,7 @@
 """The exceptions that torchguard itself raises.
 
-If torch itself raises, torchguard lets its exception through unchanged,
-so ``except RuntimeError`` and out-of-memory retry loops keep working.
-
-All of them are here; those that programs catch are at the front door too, as
-``torchguard.DamagedFileError``.
+If torch itself raises, torchguard lets its exception through unchanged. Exceptions that programs
+catch are at the front door too, as ``torchguard.DamagedFileError``.
 """
 
 from collections.abc import Iterable
@@ -24,10 +21,7 @@ class TorchGuardError(Exception):
 class NonResizableStorageError(TorchGuardError, RuntimeError):
     """Raised before anything is touched, if torch would kill the process.
 
-    ``torch.ones(4).share_memory_().resize_(1000)`` asks a storage without an
-    allocator to grow: torch calls through a null pointer. It is a
-    ``RuntimeError`` because that is what torch raises for every other storage
-    that can't grow.
+    ``torch.ones(4).share_memory_().resize_(1000)`` calls through a null pointer in PyTorch.
     """
 
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchguard
 from support.install import resize_is_safe
+from support.modes import DispatchMode, FunctionMode
 from torchguard.patching.guards import GUARDS
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS
 
@@ -71,16 +70,6 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class _FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "a default device": lambda: torch.device("meta"),
     "a default dtype": lambda: _default_dtype(torch.float16),
@@ -89,8 +78,8 @@ SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
     "autocast": lambda: torch.autocast("cpu"),
     "deterministic algorithms": _deterministic,
     "detect_anomaly": lambda: torch.autograd.set_detect_anomaly(True),
-    "a function mode": _FunctionMode,
-    "a dispatch mode": _DispatchMode,
+    "a function mode": FunctionMode,
+    "a dispatch mode": DispatchMode,
 }
 
 

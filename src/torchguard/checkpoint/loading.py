@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from torchguard._public import public
 from torchguard._torch import patch, tensors_loaded_by_copies
@@ -208,9 +207,9 @@ def load_state_dict(
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is PyTorch's, and every parameter, buffer, moment and group is unchanged. Tied
-    parameters stay one parameter, with ``assign=True`` too. Names and shapes are compared before
-    the first write; Ctrl-C waits from then on. If a write could fail (hooks, a loader of its own),
-    a copy of the module's tensors is kept while it loads.
+    parameters stay one parameter, with ``assign=True`` too. Ctrl-C waits. If the load could fail
+    (names or shapes that do not fit, hooks, a loader of its own), a copy of the module's tensors is
+    kept while it loads.
 
     An optimizer's state goes to the parameters of the same names if both sides have names
     (``Adam(model.named_parameters())``); PyTorch goes by position. If only one side has names, it
@@ -230,7 +229,7 @@ def load_state_dict(
             and they are not the same.
 
     Cost:
-        Names and shapes are compared first. Tensors are copied only for modules with load hooks.
+        Names and shapes are compared. Tensors are copied only if the load could fail.
 
     Example:
         >>> import torch, torchguard
@@ -244,8 +243,7 @@ def load_state_dict(
         True
     """
     if isinstance(target, torch.nn.Module):
-        load = functools.partial(target.load_state_dict, state, strict=strict, assign=assign)
-        return _load_module(load, target, state, assign)
+        return _load_module(target.load_state_dict, target, state, strict, assign)
     if isinstance(target, torch.optim.Optimizer):
         return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
     raise TypeError(
@@ -260,8 +258,8 @@ def guard_module_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(
         self: Any, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        load = functools.partial(original, self, state_dict, strict, assign)
-        return _load_module(load, self, state_dict, assign)
+        load = functools.partial(original, self)
+        return _load_module(load, self, state_dict, strict, assign)
 
     return load_state_dict
 
@@ -279,12 +277,17 @@ def guard_optimizer_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load_module(
-    call: Callable[[], Any], module: torch.nn.Module, state: Mapping[str, Any], assign: bool
+    load: Callable[..., Any],
+    module: torch.nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
 ) -> Any:
+    call = functools.partial(load, state, strict=strict, assign=assign)
     if not isinstance(state, Mapping):
         return call()  # which says so
     try:
-        return _load_whole(call, module, state, assign)
+        return _load_whole(call, module, state, strict, assign)
     except RuntimeError as error:
         hint = _of_compiled(module, state)
         if hint and len(error.args) == 1:
@@ -308,7 +311,11 @@ def _of_compiled(module: torch.nn.Module, state: Mapping[str, Any]) -> str | Non
 
 
 def _load_whole(
-    call: Callable[[], Any], module: torch.nn.Module, state: Mapping[str, Any], assign: bool
+    call: Callable[[], Any],
+    module: torch.nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
 ) -> Any:
     held = (*module.parameters(), *module.buffers())
     # A lazy tensor has no shape to compare, and nothing to restore.
@@ -318,20 +325,11 @@ def _load_whole(
     ties = ties_of(named_tensors(module) if tensors is None else tensors)
     if not assign:
         require_one_value(module, ties, state)
-    named = [(tensor, state.get(name)) for name, tensor in tensors or ()]
-    pairs = [(tensor, value) for tensor, value in named if isinstance(value, torch.Tensor)]
-    plain = tensors is not None and all(_copy_succeeds(*pair) for pair in pairs)
-    if tensors is None or not plain or not _can_be_tried():
+    if tensors is None or not _fits(tensors, state, strict):
         with _rolled_back_on_error(module, state):
             result = call()
             tie_again(module, ties, state)
             return result
-    fits = all(tensor.shape == value.shape for tensor, value in pairs)
-    if not (fits and len(pairs) == len(tensors) == len(state)):
-        # torch says what names and shapes do not match before anything is written. What it
-        # accepts, such as a checkpoint of an older version, it will accept again.
-        with _SkipCopies():
-            call()
     signals = DeferredSignals()  # only a signal can make it fail from here on
     try:
         return call()
@@ -339,28 +337,19 @@ def _load_whole(
         signals.restore_handlers()
 
 
-class _SkipCopies(TorchFunctionMode):
-    """Lets torch compare a state with a module and write nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # By its name: while a guard has replaced the method, torch.Tensor.copy_ is another object.
-        is_copy = getattr(func, "__name__", "") == "copy_"
-        return args[0] if is_copy else func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _can_be_tried() -> bool:
-    """Whether a state that is loaded inside of :class:`_SkipCopies` does not change the module."""
-    module = torch.nn.LayerNorm(1, device="cpu")
-    state = {name: torch.full_like(each, 7.0) for name, each in module.state_dict().items()}
-    with _SkipCopies():
-        patch.original("torch.nn.Module.load_state_dict")(module, state)
-    return module.weight.item() == 1.0
+def _fits(tensors: list[tuple[str, torch.Tensor]], state: Mapping[Any, Any], strict: bool) -> bool:
+    """Whether torch loads a state without an error: by names, shapes, and what a copy needs."""
+    given = [(tensor, state[name]) for name, tensor in tensors if name in state]
+    if strict and not len(given) == len(tensors) == len(state):
+        return False
+    return all(isinstance(name, str) for name in state) and all(
+        _copy_succeeds(*pair) for pair in given
+    )
 
 
 def _copy_succeeds(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``tensor.copy_(value)`` of the same shape can't raise, or warn, under no_grad."""
-    if type(tensor) not in _PLAIN or type(value) not in _PLAIN:
+    """Whether ``tensor.copy_(value)`` can't raise, or warn, under no_grad."""
+    if type(tensor) not in _PLAIN or type(value) not in _PLAIN or tensor.shape != value.shape:
         return False
     if tensor.layout is not torch.strided or value.layout is not torch.strided:
         return False

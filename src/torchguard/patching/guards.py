@@ -82,36 +82,28 @@ class Guard:
         for name in self.in_modules:
             if name in sys.modules:
                 found.update(self.in_modules[name])
-        return found if self.switch is not None else self._switched(found)
+        if self.switch is not None:
+            return found
+        return {path: _if_on(make, self.on) for path, make in found.items()}
 
     def waits(self) -> bool:
         """Whether a module is not imported yet in which it replaces something."""
         return any(name not in sys.modules for name in self.in_modules)
 
-    def _switched(self, replacements: patch.Replacements) -> patch.Replacements:
-        # The same for the same: what was made of it is used again.
-        known = self._wrappers
-        for make in replacements.values():
-            if make not in known:
-                assert not isinstance(make, property)
-                known[make] = functools.partial(_make_if_on, make, self.on)
-        return {path: known[make] for path, make in replacements.items()}
 
-    @functools.cached_property
-    def _wrappers(self) -> dict[Any, patch.Make]:
-        return {}
+@functools.cache  # what patch has made of one is used again
+def _if_on(make: Any, switch: patch.Switch) -> patch.Make:
+    """Return what makes a replacement that does nothing while its guard is off."""
 
+    def make_if_on(original: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = make(original)
 
-def _make_if_on(
-    make: patch.Make, switch: patch.Switch, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Make a replacement that does nothing while its guard is off."""
-    guarded = make(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return (guarded if switch.on else original)(*args, **kwargs)
 
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return (guarded if switch.on else original)(*args, **kwargs)
+        return replacement
 
-    return replacement
+    return make_if_on
 
 
 _RESIZE: patch.Replacements = {

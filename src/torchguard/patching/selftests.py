@@ -177,7 +177,7 @@ def _checks_compiled() -> str | None:
 def _save() -> str | None:
     with _folder() as folder:
         if folder is None:
-            return None
+            return None if patch.patched("torch.save") else "there is no place to try it"
         path = folder / "probe.pt"
         path.write_bytes(b"old")
         with path.open("rb") as old:

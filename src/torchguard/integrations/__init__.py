@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torchguard
 from torchguard._events import counts
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import Installation
-
-
-class HasStatistics(Protocol):
-    """A function or a module that ``bucketed`` made."""
-
-    def stats(self) -> Any:
-        """Return the statistics, with ``as_dict()``."""
 
 
 class Session:
@@ -25,7 +18,7 @@ class Session:
         self,
         guards: GuardName | Iterable[GuardName] = "resize",
         *,
-        buckets: Mapping[str, HasStatistics] | None = None,
+        buckets: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._guards = (guards,) if isinstance(guards, str) else tuple(guards)

@@ -107,7 +107,7 @@ def _guard_frombuffer(original: Callable[..., Any]) -> Callable[..., Any]:
         except (LookupError, AttributeError, TypeError, ValueError, OverflowError, BufferError):
             part = np.empty(0)  # torch says so, or takes what numpy does not
         if part.size:
-            return original(bytearray(part), **{**options, "offset": 0})
+            return original(_writable_copy(part), **{**options, "offset": 0})
         return original(_writable_copy(view), **options)
 
     return frombuffer

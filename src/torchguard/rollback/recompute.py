@@ -36,19 +36,9 @@ from torchguard._torch import (
     patch,
     version_of,
 )
-from torchguard._torch.checkpointing import (
-    GENERATOR,
-    IMPORTED_BY,
-    REENTRANT,
-    called_by,
-    given_to,
-)
+from torchguard._torch.checkpointing import GENERATOR, IMPORTED_BY, REENTRANT, called_by, given_to
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
-from torchguard.state.containers import (
-    generators_in,
-    restore_container,
-    same_objects,
-)
+from torchguard.state.containers import generators_in, restore_container, same_objects
 from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
 
@@ -68,7 +58,7 @@ class Block:
         given = [each for each in given if not isinstance(each, Tensor)]
         self._reached = reachable(function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
-        self._modules = list(dict.fromkeys(each for top in tops for each in _inside(top)))
+        self._modules = list(dict.fromkeys(each for top in tops for each in top.modules()))
         open_modules = [each for each in self._modules if not _is_closed(each)]
         # What runs: hooks and children, also those that are there for the first run only.
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
@@ -209,13 +199,6 @@ class _RefuseToUse(TorchDispatchMode):
 
 
 # ---- what a block reaches ----
-
-
-def _inside(module: nn.Module) -> list[nn.Module]:
-    found = [module]
-    for each in found:
-        found += [child for child in members_of(each)[2].values() if child is not None]
-    return found
 
 
 def _is_closed(module: nn.Module) -> bool:

@@ -40,236 +40,6 @@ SWITCH = patch.Switch()
 """Whether the guard "resize" is on."""
 
 
-def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
-    original: Callable[..., Any], *, helper: bool = False
-) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
-    tensor_type = torch.Tensor
-    operation = "safe_resize_" if helper else "resize_"
-    switch = patch.Switch(1) if helper else SWITCH
-
-    # Named parameters instead of *size, and a comparison instead of a snapshot:
-    # together they halve what a call pays that does not grow.
-    def resize_(  # noqa: C901  in one frame
-        self: torch.Tensor,
-        size: Any = _ABSENT,
-        second: Any = _ABSENT,
-        /,
-        *rest: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        if (
-            switch.on
-            and type(self) is tensor_type
-            and type(size) is int
-            and size >= 0
-            and not (rest or options)
-            and not has_torch_function_unary(self)
-            and not self.is_inference()
-        ):
-            # Inside its storage nothing is allocated, so nothing can fail. (An inference
-            # tensor can: torch refuses it after the resize, outside inference mode.) A
-            # contiguous tensor that gets no more elements than it has stays there. A
-            # number that is no int belongs to a compiler: comparing it would be a guard.
-            try:
-                count = size
-                if second is not _ABSENT:
-                    count = size * second if type(second) is int and second >= 0 else sys.maxsize
-                held = self.numel()
-                fits = type(held) is int and (
-                    (count <= held and self.is_contiguous())
-                    or (self.storage_offset() + count) * self.itemsize
-                    <= self.untyped_storage().nbytes()
-                )
-            except RuntimeError:  # a layout without strides
-                fits = False
-            if fits:
-                if second is _ABSENT:
-                    return original(self, size)  # type: ignore[no-any-return]
-                return original(self, size, second)  # type: ignore[no-any-return]
-
-        sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
-        saved = _begin(self, operation, sizes or (options.get("size"),)) if switch.on else None
-        try:
-            if helper:
-                return type(self).resize_(self, *sizes, **options)
-            if has_torch_function_unary(self):
-                seen_by = overriding((self,))
-                return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
-            return original(self, *sizes, **options)  # type: ignore[no-any-return]
-        except BaseException:
-            if saved is not None:
-                try:
-                    _fail(saved, operation, once=helper)
-                except BaseException:  # a signal came during the call
-                    _fail(saved, operation, once=helper)
-                    raise
-            raise
-
-    return resize_
-
-
-def guard_resize_as_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.resize_as_`` or ``torch.resize_as_``, exception-safe."""
-    return _guarded(original, _begin_resize_as_, "resize_as_")
-
-
-def guard_set_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``original``, a ``Tensor.set_``, exception-safe; the old storage is restored too."""
-    return _guarded(original, _begin_set_, "set_", is_shown=False)
-
-
-def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make another function that changes the shape of its first argument exception-safe."""
-    return _guarded(original, _begin_other, getattr(original, "__name__", "an operator"))
-
-
-def _guarded(
-    original: Callable[..., Any],
-    begin: Callable[[tuple[Any, ...], dict[str, Any]], Snapshot | None],
-    operation: str,
-    *,
-    is_shown: bool = True,
-) -> Callable[..., Any]:
-    """Restore what ``begin`` read if ``original`` raises.
-
-    Not all calls are shown to subclasses and modes: torch does not show them ``set_`` either.
-    """
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        saved = begin(args, kwargs) if SWITCH.on else None
-        try:
-            values = (*args, *kwargs.values()) if kwargs else args
-            if is_shown and has_torch_function(values):
-                return handle_torch_function(original, overriding(values), *args, **kwargs)
-            return original(*args, **kwargs)
-        except BaseException:
-            if saved is not None:
-                try:
-                    _fail(saved, operation)
-                except BaseException:  # a signal came during the call
-                    _fail(saved, operation)
-                    raise
-            raise
-
-    return guarded
-
-
-def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
-    """Roll back a call that raised. With ``once`` the guard, if it is on, has counted it."""
-    roll_back(saved.restore)
-    if not (once and SWITCH.on):
-        record("rolled_back", "resize", f"{operation} failed")
-
-
-def _runs(guard: Any) -> Callable[[_Function], _Function]:
-    """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
-
-    def named(described: _Function) -> _Function:
-        functools.update_wrapper(guard, described)
-        guard.__signature__ = inspect.signature(described)
-        del guard.__wrapped__  # nothing is to find the way to what is never called
-        return guard  # type: ignore[no-any-return]
-
-    return named
-
-
-@public
-@_runs(guard_resize_(torch.Tensor.resize_, helper=True))
-def safe_resize_(
-    tensor: _Tensor,
-    /,
-    *size: int | Sequence[int],
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> _Tensor:
-    """Resize a tensor in place; if that fails, nothing about it has changed.
-
-    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns ``tensor``. On
-    failure the exception is PyTorch's, and shape, stride, storage offset, storage, version counter
-    and every other alias of the storage are restored.
-
-    Args:
-        tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
-        *size: the new size, as integers or as one sequence of integers.
-        memory_format: as for ``Tensor.resize_``.
-
-    Raises:
-        NonResizableStorageError: the tensor lives in shared memory and would
-            have to grow; PyTorch kills the process.
-        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
-
-    Cost:
-        Microseconds for each call, to remember the metadata.
-
-    Example:
-        >>> import numpy as np, torch, torchguard
-        >>> t = torch.from_numpy(np.arange(4))  # numpy's memory can't grow
-        >>> try:
-        ...     torchguard.safe_resize_(t, 100)
-        ... except RuntimeError:
-        ...     print(t)
-        tensor([0, 1, 2, 3])
-    """
-    raise NotImplementedError
-
-
-@public
-def safe_set_(
-    tensor: _Tensor,
-    source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
-    storage_offset: int = _ABSENT,
-    size: Sequence[int] = _ABSENT,
-    stride: Sequence[int] = _ABSENT,
-) -> _Tensor:
-    """Let a tensor view another storage; if that fails, it keeps its old one.
-
-    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and returns ``tensor``.
-    What is left out is left out of the call to torch too. On failure PyTorch has swapped the
-    storage already. Here the same storage object is restored, with shape, stride, storage offset
-    and version counter.
-
-    Args:
-        tensor: the tensor to change, of any shape.
-        source: a storage or a tensor of the same dtype and device.
-        storage_offset: where the view begins, in elements.
-        size: size of the view.
-        stride: stride of the view, in elements; contiguous when left out.
-
-    Raises:
-        NonResizableStorageError: ``source`` lives in shared memory and is too
-            small; PyTorch would try to grow it and kill the process.
-        RuntimeError, TypeError: the errors of PyTorch.
-
-    Upstream: https://github.com/pytorch/pytorch/issues/170298
-
-    Cost:
-        As :func:`safe_resize_`.
-
-    Example:
-        >>> import torch, torchguard
-        >>> storage = torch.arange(6.0).untyped_storage()
-        >>> torchguard.safe_set_(torch.zeros(2), storage, 0, (2, 3), (3, 1))
-        tensor([[0., 1., 2.],
-                [3., 4., 5.]])
-    """
-    given = {"storage_offset": storage_offset, "size": size, "stride": stride}
-    arguments: dict[str, Any] = {} if source is None else {"source": source}
-    arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
-    saved = _begin_set_((tensor,), arguments, "safe_set_")
-    assert saved is not None
-    try:
-        return tensor.set_(**arguments)  # type: ignore[return-value]
-    except BaseException:
-        try:
-            _fail(saved, "safe_set_", once=True)
-        except BaseException:  # a signal came during the call
-            _fail(saved, "safe_set_", once=True)
-            raise
-        raise
-
-
 # ---- what to read before a call; what would kill the process raises here ----
 
 
@@ -386,3 +156,228 @@ def _refuse_to_grow_shared(
     # What overflows a number of bytes, torch refuses by itself.
     if storage.nbytes() < needed <= sys.maxsize and lacks_allocator(storage):
         raise cannot_grow(operation, size, storage, needed)
+
+
+# ---- guards ----
+
+
+def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
+    original: Callable[..., Any], *, helper: bool = False
+) -> Callable[..., Any]:
+    """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
+    tensor_type = torch.Tensor
+    operation = "safe_resize_" if helper else "resize_"
+    switch = patch.Switch(1) if helper else SWITCH
+
+    # Named parameters instead of *size, and a comparison instead of a snapshot:
+    # together they halve what a call pays that does not grow.
+    def resize_(  # noqa: C901  in one frame
+        self: torch.Tensor,
+        size: Any = _ABSENT,
+        second: Any = _ABSENT,
+        /,
+        *rest: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        if (
+            switch.on
+            and type(self) is tensor_type
+            and type(size) is int
+            and size >= 0
+            and not (rest or options)
+            and not has_torch_function_unary(self)
+            and not self.is_inference()
+        ):
+            # Inside its storage nothing is allocated, so nothing can fail. (An inference
+            # tensor can: torch refuses it after the resize, outside inference mode.) A
+            # contiguous tensor that gets no more elements than it has stays there. A
+            # number that is no int belongs to a compiler: comparing it would be a guard.
+            try:
+                count = size
+                if second is not _ABSENT:
+                    count = size * second if type(second) is int and second >= 0 else sys.maxsize
+                held = self.numel()
+                fits = type(held) is int and (
+                    (count <= held and self.is_contiguous())
+                    or (self.storage_offset() + count) * self.itemsize
+                    <= self.untyped_storage().nbytes()
+                )
+            except RuntimeError:  # a layout without strides
+                fits = False
+            if fits:
+                if second is _ABSENT:
+                    return original(self, size)  # type: ignore[no-any-return]
+                return original(self, size, second)  # type: ignore[no-any-return]
+
+        sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
+        saved = _begin(self, operation, sizes or (options.get("size"),)) if switch.on else None
+        try:
+            if helper:
+                return type(self).resize_(self, *sizes, **options)
+            if has_torch_function_unary(self):
+                seen_by = overriding((self,))
+                return handle_torch_function(original, seen_by, self, *sizes, **options)  # type: ignore[no-any-return]
+            return original(self, *sizes, **options)  # type: ignore[no-any-return]
+        except BaseException:
+            if saved is not None:
+                try:
+                    _fail(saved, operation, once=helper)
+                except BaseException:  # a signal came during the call
+                    _fail(saved, operation, once=helper)
+                    raise
+            raise
+
+    return resize_
+
+
+def _guarded(
+    original: Callable[..., Any],
+    begin: Callable[[tuple[Any, ...], dict[str, Any]], Snapshot | None],
+    operation: str,
+    *,
+    is_shown: bool = True,
+    switch: patch.Switch = SWITCH,
+) -> Callable[..., Any]:
+    """Restore what ``begin`` read if ``original`` raises.
+
+    Not all calls are shown to subclasses and modes: torch does not show them ``set_`` either.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        saved = begin(args, kwargs) if switch.on else None
+        try:
+            values = (*args, *kwargs.values()) if kwargs else args
+            if is_shown and has_torch_function(values):
+                return handle_torch_function(original, overriding(values), *args, **kwargs)
+            return original(*args, **kwargs)
+        except BaseException:
+            if saved is not None:
+                try:
+                    _fail(saved, operation, once=switch is not SWITCH)
+                except BaseException:  # a signal came during the call
+                    _fail(saved, operation, once=switch is not SWITCH)
+                    raise
+            raise
+
+    return guarded
+
+
+guard_resize_as_ = functools.partial(_guarded, begin=_begin_resize_as_, operation="resize_as_")
+guard_set_ = functools.partial(_guarded, begin=_begin_set_, operation="set_", is_shown=False)
+_safe_set_ = _guarded(
+    lambda tensor, **given: tensor.set_(**given),
+    functools.partial(_begin_set_, operation="safe_set_"),
+    "safe_set_",
+    is_shown=False,
+    switch=patch.Switch(1),
+)
+
+
+def guard_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make another function that changes the shape of its first argument exception-safe."""
+    return _guarded(original, _begin_other, getattr(original, "__name__", "an operator"))
+
+
+def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
+    """Roll back a call that raised. With ``once`` the guard, if it is on, has counted it."""
+    roll_back(saved.restore)
+    if not (once and SWITCH.on):
+        record("rolled_back", "resize", f"{operation} failed")
+
+
+def _runs(guard: Any) -> Callable[[_Function], _Function]:
+    """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
+
+    def named(described: _Function) -> _Function:
+        functools.update_wrapper(guard, described)
+        guard.__signature__ = inspect.signature(described)
+        del guard.__wrapped__  # nothing is to find the way to what is never called
+        return guard  # type: ignore[no-any-return]
+
+    return named
+
+
+@public
+@_runs(guard_resize_(torch.Tensor.resize_, helper=True))
+def safe_resize_(
+    tensor: _Tensor,
+    /,
+    *size: int | Sequence[int],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> _Tensor:
+    """Resize a tensor in place; if that fails, nothing about it has changed.
+
+    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns ``tensor``. On
+    failure the exception is PyTorch's, and shape, stride, storage offset, storage, version counter
+    and every other alias of the storage are restored.
+
+    Args:
+        tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
+        *size: the new size, as integers or as one sequence of integers.
+        memory_format: as for ``Tensor.resize_``.
+
+    Raises:
+        NonResizableStorageError: the tensor lives in shared memory and would
+            have to grow; PyTorch kills the process.
+        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+
+    Cost:
+        Microseconds for each call, to remember the metadata.
+
+    Example:
+        >>> import numpy as np, torch, torchguard
+        >>> t = torch.from_numpy(np.arange(4))  # numpy's memory can't grow
+        >>> try:
+        ...     torchguard.safe_resize_(t, 100)
+        ... except RuntimeError:
+        ...     print(t)
+        tensor([0, 1, 2, 3])
+    """
+    raise NotImplementedError
+
+
+@public
+def safe_set_(
+    tensor: _Tensor,
+    source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
+    storage_offset: int = _ABSENT,
+    size: Sequence[int] = _ABSENT,
+    stride: Sequence[int] = _ABSENT,
+) -> _Tensor:
+    """Let a tensor view another storage; if that fails, it keeps its old one.
+
+    Equals ``tensor.set_(source, storage_offset, size, stride)`` on success, and returns ``tensor``.
+    What is left out is left out of the call to torch too. On failure PyTorch has swapped the
+    storage already. Here the same storage object is restored, with shape, stride, storage offset
+    and version counter.
+
+    Args:
+        tensor: the tensor to change, of any shape.
+        source: a storage or a tensor of the same dtype and device.
+        storage_offset: where the view begins, in elements.
+        size: size of the view.
+        stride: stride of the view, in elements; contiguous when left out.
+
+    Raises:
+        NonResizableStorageError: ``source`` lives in shared memory and is too
+            small; PyTorch would try to grow it and kill the process.
+        RuntimeError, TypeError: the errors of PyTorch.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+
+    Cost:
+        As :func:`safe_resize_`.
+
+    Example:
+        >>> import torch, torchguard
+        >>> storage = torch.arange(6.0).untyped_storage()
+        >>> torchguard.safe_set_(torch.zeros(2), storage, 0, (2, 3), (3, 1))
+        tensor([[0., 1., 2.],
+                [3., 4., 5.]])
+    """
+    given = {"storage_offset": storage_offset, "size": size, "stride": stride}
+    arguments: dict[str, Any] = {} if source is None else {"source": source}
+    arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
+    return _safe_set_(tensor, **arguments)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""sliced_assign: every index and value is as plain assignment."""
+"""sliced_assign: every index and value is as plain assignment; formats, errors, derivatives."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.func import grad, jvp, vmap
 
 from support.assigned import INDICES, assignments, base, outcome, plain, same
 from torchguard import sliced_assign, sliced_assign_
@@ -56,3 +58,136 @@ def test_what_hypothesis_draws_is_as_plain_assignment(case: tuple[torch.Tensor, 
     expected = outcome(plain, *case)
     assert same(outcome(sliced_assign, *case), expected)
     assert same(outcome(written, *case), expected)
+
+
+# --- memory format, aliases, dtypes, devices
+
+
+def test_memory_format_is_that_of_clone() -> None:
+    image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert sliced_assign(image, 0, 1.0).is_contiguous(memory_format=torch.channels_last)
+    assert sliced_assign(torch.zeros(3, 4).t(), 0, 1.0).stride() == (1, 4)
+
+
+def test_a_value_that_overlaps_the_target_is_read_before_it_is_written() -> None:
+    t = torch.arange(5.0)
+    out = sliced_assign(t, slice(1, None), t[:-1])
+    assert out.tolist() == [0, 0, 1, 2, 3]
+    assert t.tolist() == [0, 1, 2, 3, 4]
+    assert t._version == 0
+    assert sliced_assign(t, slice(0, 0), 1.0).data_ptr() != t.data_ptr()
+    assert sliced_assign_(t, slice(1, None), t[:-1]).equal(out)
+
+
+def test_duplicates_store_the_last_value_with_deterministic_algorithms() -> None:
+    index = torch.tensor([0] * 100 + [1])
+    value = torch.arange(101.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sliced_assign(torch.zeros(2), index, value).tolist() == [99, 100]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_in_place_every_alias_sees_it_and_a_leaf_refuses() -> None:
+    t = torch.zeros(2, 3)
+    view = t[1]
+    assert sliced_assign_(t, (1, slice(0, 2)), torch.tensor([1.0, 2.0])) is t
+    assert view.tolist() == [1, 2, 0]
+    leaf = torch.zeros(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        sliced_assign_(leaf, 0, 1.0)
+    with torch.no_grad():
+        assert sliced_assign_(leaf, 0, 1.0)[0] == 1
+
+
+# --- errors carry the call
+
+
+def test_the_error_carries_index_and_shapes() -> None:
+    t = torch.zeros(3, 4)
+    with pytest.raises(IndexError) as caught:
+        sliced_assign(t, (slice(None), torch.tensor([0, 9])), torch.ones(2))
+    assert str(caught.value).startswith(
+        "sliced_assign: t is of shape (3, 4), index is (:, <int64 tensor of shape (2,)>), "
+        "value is of shape (2,): "
+    )
+    with pytest.raises(RuntimeError, match=r"t is of shape \(3, 4\), index is 1, value is of"):
+        sliced_assign_(t, 1, torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("index", "shown"),
+    [
+        ((0, None, ..., slice(1, None, 2), 1.5), r"\(0, None, \.\.\., 1::2, 1\.5\), value"),
+        (np.zeros(2, dtype=bool), r"<bool array of shape \(2,\)>, value"),
+        (list(range(1000)), r"[^:]{50,200}, value"),
+    ],
+)
+def test_indices_are_described_briefly(index: Any, shown: str) -> None:
+    with pytest.raises((IndexError, TypeError), match=f"index is {shown} is 1"):
+        sliced_assign(torch.zeros(3, 4), index, 1)
+
+
+# --- derivatives and transformations
+
+
+FORMULATIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "slice": (slice(0, 2), (2, 3)),
+    "integers": (torch.tensor([0, 2]), (2, 3)),
+    "mask": (torch.tensor([True, False, True]), (2, 3)),
+    "mixed": ((slice(None), [0, 2]), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULATIONS)
+def test_gradcheck_and_gradgradcheck(name: str) -> None:
+    index, shape = FORMULATIONS[name]
+    t = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def assign(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sliced_assign(t, index, value).sin()
+
+    assert torch.autograd.gradcheck(assign, (t, value), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(assign, (t, value))
+
+
+def looped(function: Any, in_dims: tuple[int | None, ...], *args: torch.Tensor) -> torch.Tensor:
+    return torch.stack(
+        [
+            function(*[x if d is None else x[k] for x, d in zip(args, in_dims, strict=True)])
+            for k in range(4)
+        ]
+    )
+
+
+UNDER_VMAP: dict[str, Callable[..., torch.Tensor]] = {
+    "integers": sliced_assign,
+    "slice": lambda t, i, v: sliced_assign(t, slice(0, 2), v) + i.sum(),
+    "mixed": lambda t, i, v: sliced_assign(t, (i, slice(0, 2)), v[:, :2]),
+}
+
+
+DIMS = [dims for dims in itertools.product((0, None), repeat=3) if 0 in dims]
+
+
+@pytest.mark.parametrize("name", UNDER_VMAP)
+def test_vmap_of_any_argument_equals_a_loop(name: str) -> None:
+    torch.manual_seed(0)
+    t, value = torch.randn(4, 3, 3), torch.randn(4, 2, 3)
+    index = torch.tensor([[0, 1], [1, 2], [2, 0], [1, 0]])
+    for dims in DIMS:
+        args = [x if d == 0 else x[0] for x, d in zip((t, index, value), dims, strict=True)]
+        found = vmap(UNDER_VMAP[name], in_dims=dims)(*args)
+        assert torch.equal(found, looped(UNDER_VMAP[name], dims, *args)), dims
+
+
+@pytest.mark.parametrize("name", FORMULATIONS)
+def test_functional_gradients_where_only_the_value_is_tracked(name: str) -> None:
+    index, shape = FORMULATIONS[name]
+    t, value = torch.randn(3, 3), torch.randn(shape)
+    found = grad(lambda value: sliced_assign(t, index, value).sin().sum())(value)
+    assert torch.allclose(found, value.cos())
+    tangent = jvp(lambda value: sliced_assign(t, index, value).sum(), (value,), (value,))[1]
+    assert torch.allclose(tangent, value.sum())

@@ -1,4 +1,4 @@
-"""bucketed(): what reaches the compiler is static; the overflow, statistics and warm-up."""
+"""bucketed(): what reaches the compiler is static; statistics, and warmup()."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.bucketed import LADDER, Counting, Net, double, in_time, wrap
-from torchguard import Buckets
+from support.bucketed import LADDER, Counting, Net, Noting, double, in_time, wrap
+from torchguard import Buckets, PaddingLeakError
 
 EAGER: Any = {"backend": "eager"}
 
@@ -162,3 +162,54 @@ class TestStatistics:
         assert len(backend.graphs) == 4
         with pytest.raises(ValueError, match="no buckets are given for 't', and no call has made"):
             wrap(double, buckets=None).warmup(torch.ones(3))
+
+
+class TestWhatDoesNotFit:
+    @staticmethod
+    def hungry(x: torch.Tensor, most: int) -> torch.Tensor:
+        """A function for which the allocator has no memory from some size on."""
+        room = torch.empty((1 if x.shape[1] <= most else 1 << 48, 1))
+        return x * 2 + 0 * room.shape[1]
+
+    def test_raises(self) -> None:
+        wrapped = in_time(self.hungry, compile=EAGER)
+        with pytest.raises(RuntimeError, match="allocate"):
+            wrapped.warmup(torch.ones(2, 5), 8)
+
+
+class TestWhatIsProven:
+    @staticmethod
+    def counted(function: Any, **options: Any) -> tuple[Any, list[tuple[int, ...]]]:
+        """Return a bucketed function, and the shape of each of its eager runs."""
+        noting = Noting(function)
+        options = {"buckets": [4, 8, 16], "compile": False, **options}
+        return in_time(noting, **options), noting.shapes
+
+    @pytest.mark.parametrize("example", [3, 7, 16])
+    def test_no_call_is_checked_after_it(self, example: int) -> None:
+        wrapped, runs = self.counted(lambda x: x.cumsum(1))
+        wrapped.warmup(torch.randn(2, example))
+        assert wrapped.stats().proven == ((4,), (8,), (16,))
+        assert "padding is proven for 4, 8, 16" in str(wrapped.stats())
+        for length in range(2, 17):
+            runs.clear()
+            x = torch.randn(2, length)
+            torch.testing.assert_close(wrapped(x), x.cumsum(1))
+            assert len(runs) == 1, length
+
+    def test_sizes_of_outputs_are_derived_where_nothing_is_checked(self) -> None:
+        wrapped, runs = self.counted(lambda x: x[:, ::2], check_padding="never")
+        wrapped.warmup(torch.randn(2, 5))
+        runs.clear()
+        assert wrapped(torch.randn(2, 7)).shape == (2, 4)
+        assert len(runs) == 1
+        assert wrapped.stats().proven == ()
+
+    def test_a_leak_is_a_warning_and_an_exact_fit_runs(self) -> None:
+        wrapped, _ = self.counted(lambda x: x.mean(1))
+        with pytest.warns(UserWarning, match=r"padding changes .* Found by warmup\(\)"):
+            wrapped.warmup(torch.randn(2, 5))
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(wrapped(x), x.mean(1))
+        with pytest.raises(PaddingLeakError):
+            wrapped(torch.randn(2, 7))

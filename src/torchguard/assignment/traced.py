@@ -1,35 +1,21 @@
 """The guards "setitem" and "slice_scatter": indexed assignment in compiled code.
 
-**"setitem"**: what Dynamo believes of ``requires_grad`` is what the tensor says.
+**"setitem"**: while tracing, Dynamo answers ``m.requires_grad`` from a note made when it first saw
+``m``, and decides by the same note whether a custom ``torch.autograd.Function`` has a backward.
+Up to 2.8 ``m[index] = value`` is not carried out on the fake tensor that stands for ``m``
+(https://github.com/pytorch/pytorch/issues/169179). On every release up to 2.15 at least, the note
+is updated, if at all, for the tensor that was written to, not for others that share its memory:
+after ``m[0][0] = value`` the note for ``m`` is wrong, up to 2.9 after ``m.copy_(value)``, up to
+2.11 after ``m.detach_()`` (https://github.com/pytorch/pytorch/issues/176854). The guard carries
+the assignment out, and reads the fake tensor instead of the note. The graph stays as it is.
 
-While tracing, Dynamo answers ``m.requires_grad`` from a note made when it first saw
-``m``, and decides by the same note whether a custom ``torch.autograd.Function`` has a
-backward. Two things make the note wrong:
-
-- Up to 2.8 ``m[index] = value`` is written into the graph but not carried out on the
-  fake tensor that stands for ``m``
-  (https://github.com/pytorch/pytorch/issues/169179).
-- On every release up to 2.15 at least, the note is updated, if at all, for the tensor that was
-  written to, not for others that share its memory: after ``m[0][0] = value``, an
-  assignment into a view, the note for ``m`` is wrong. So it is, up to 2.9, after
-  ``m.copy_(value)`` and, up to 2.11, after ``m.detach_()``
-  (https://github.com/pytorch/pytorch/issues/176854).
-
-The guard carries the assignment out on the fake tensor where Dynamo has not, and
-reads the fake tensor instead of the note. The graph stays as it is.
-
-**"slice_scatter"**: no gradient is scattered into memory that positions share.
-
-The gradient of ``torch.slice_scatter`` for its input is the output's gradient with
-zeros scattered into it. After a ``.sum()`` that gradient is one number, expanded to
-the shape, and up to 2.11 the rule that gives the result's strides keeps its stride 0;
-inductor believes it, and all positions share one element. The same holds for
-``select_scatter`` and ``diagonal_scatter``
-(https://github.com/pytorch/pytorch/issues/180164, 180771, 180772, 183898, 183602).
-
-The guard writes each such call in Dynamo's graph as ``out = input.clone()`` and an
-assignment into a view of ``out``, whose gradient is made in memory of its own. It is
-the graph that is changed, not inductor: caches on disk are keyed by it.
+**"slice_scatter"**: the gradient of ``torch.slice_scatter`` for its input is the output's gradient
+with zeros scattered into it. After a ``.sum()`` that is one number, expanded to the shape, and up
+to 2.11 the rule that gives the result's strides keeps its stride 0; inductor believes it, and all
+positions share one element. The same holds for ``select_scatter`` and ``diagonal_scatter``
+(https://github.com/pytorch/pytorch/issues/180164, 180771, 180772, 183898, 183602). The guard
+writes each such call in Dynamo's graph as ``out = input.clone()`` and an assignment into a view of
+``out``. It is the graph that is changed, not inductor: caches on disk are keyed by it.
 """
 
 from __future__ import annotations

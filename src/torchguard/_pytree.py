@@ -58,17 +58,20 @@ def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     return leaves, _flatten(tree, leaves)
 
 
-def _flatten(node: Any, leaves: list[Any]) -> TreeDef:
+def _inside(node: Any) -> Iterable[tuple[Any, Any]] | None:
     # The usual containers first: asking whether something is a Mapping takes longer than the rest.
     if type(node) is dict:
-        inside: Any = node.items()
-    elif type(node) is list or type(node) is tuple:
-        inside = enumerate(node)
-    else:
-        inside = children(node)
-        if inside is None:
-            leaves.append(node)
-            return None
+        return node.items()
+    if type(node) is list or type(node) is tuple:
+        return enumerate(node)
+    return children(node)
+
+
+def _flatten(node: Any, leaves: list[Any]) -> TreeDef:
+    inside = _inside(node)
+    if inside is None:
+        leaves.append(node)
+        return None
     treedef: list[Any] = [type(node)]
     for key, child in inside:
         if type(child) is torch.Tensor:
@@ -97,14 +100,9 @@ def unflatten(leaves: Sequence[Any], like: Any) -> Any:
 
 
 def _unflatten(node: Any, remaining: Iterator[Any]) -> Any:
-    if type(node) is dict:
-        inside: Any = node.items()
-    elif type(node) is list or type(node) is tuple:
-        inside = enumerate(node)
-    else:
-        inside = children(node)
-        if inside is None:
-            return next(remaining)
+    inside = _inside(node)
+    if inside is None:
+        return next(remaining)
     new = {}
     for key, child in inside:
         made = next(remaining) if type(child) is torch.Tensor else _unflatten(child, remaining)

@@ -46,15 +46,6 @@ def test_each_side_of_a_scope_has_its_own_graph(scope: Any) -> None:
         compiled(X, GOOD)
 
 
-def test_a_graph_without_anything_to_check_is_the_same() -> None:
-    backend = Counting("aot_eager")
-    compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
-    with torchguard.guarded("checks"):
-        compiled(X)
-    compiled(X)
-    assert backend.graphs[0] == backend.graphs[-1]
-
-
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_dynamic_shapes(dynamic: bool | None) -> None:
     """The range is that of the call's sizes, in as many graphs as without."""
@@ -127,18 +118,6 @@ def test_a_divisor_that_is_the_number_zero(dtype: torch.dtype) -> None:
         torch.testing.assert_close(compiled(x[:0], empty), call(x[:0], empty))
         torch.testing.assert_close(compiled(x, X), call(x, X))
         compiled(x.float(), empty)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_holds_no_checks(strict: bool) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, x: Tensor, index: Tensor) -> Tensor:
-            return x.index_select(0, index)
-
-    with torchguard.guarded("checks"):
-        program = torch.export.export(Module(), (X, GOOD), strict=strict)
-    names = [node.name for node in program.graph.nodes if node.op == "call_function"]
-    assert names == ["index_select"]
 
 
 # --- on a device

@@ -5,6 +5,7 @@ Shapes: D distinct sizes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -68,18 +69,6 @@ def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
     return array
 
 
-def _index(value: Any, name: str, operation: str) -> int:
-    try:
-        number: int | None = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{operation}: {name} is {value!r} ({type(value).__name__}), expected an integer"
-        )
-    return number
-
-
 def _from_histogram(histogram: Mapping[Any, Any], operation: str) -> Observed:
     seen = integers(list(histogram), operation)
     weights = np.array([*histogram.values()], dtype=np.float64)
@@ -101,7 +90,14 @@ def grouped(sizes: NDArray[np.integer[Any]], weights: NDArray[np.float64]) -> Ob
 
 def positive_integer(value: Any, name: str, operation: str, *, least: int = 1) -> int:
     """Return ``value`` as an ``int``, or raise with the call."""
-    number = _index(value, name, operation)
+    number = None
+    if not isinstance(value, (bool, np.bool_)):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+    if number is None:
+        raise TypeError(
+            f"{operation}: {name} is {value!r} ({type(value).__name__}), expected an integer"
+        )
     if not least <= number <= _LARGEST:
         raise ValueError(f"{operation}: {name} is {value}, expected {least} to 2**53")
     return number

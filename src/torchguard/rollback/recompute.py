@@ -114,7 +114,8 @@ class Block:
 
     def run_again(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function as if nothing had happened since its first run began."""
-        written = self._written_since()
+        versions = zip(self._watched, versions_of(self._watched), self._versions, strict=True)
+        written = {id(tensor): tensor for tensor, now, before in versions if now != before}
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
         with _lock_of(self._modules):
@@ -148,13 +149,6 @@ class Block:
                 for entries, values in held:
                     _restore_entries(entries, values)
                 random.restore()
-
-    def _written_since(self) -> dict[int, Tensor]:
-        now = versions_of(self._watched)
-        if now == self._versions:
-            return {}
-        pairs = zip(self._watched, now, self._versions, strict=True)
-        return {id(tensor): tensor for tensor, new, old in pairs if new != old}
 
     def _refuse(self, tensor: Tensor) -> None:
         place = next(i for i, each in enumerate(self._watched) if each is tensor)

@@ -530,7 +530,7 @@ def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) 
 # ---- can this torch do it? ----
 
 
-def why_not_restorable() -> str | None:
+def _what_is_not_restored() -> str | None:
     """Write to a tensor and restore it; say what this release does not restore, or None."""
     with torch.inference_mode(False), without_torch_function(), without_torch_dispatch():
         tensor = torch.zeros(2, device="cpu", dtype=torch.float64)
@@ -547,15 +547,10 @@ def why_not_restorable() -> str | None:
         return None
 
 
-def _warn_if_not_restorable() -> None:
-    reason = why_not_restorable()
-    if reason is not None:
-        warn_user(
-            f"torchguard: on torch {torch.__version__} a tensor can't be restored after a "
-            f"failure: {reason}. What restores tensors (safe_resize_, rollback_on_error, "
-            "transaction and others) does not protect them",
-            RuntimeWarning,
-        )
-
-
-_warn_if_not_restorable()
+if (_reason := _what_is_not_restored()) is not None:
+    warn_user(
+        f"torchguard: on torch {torch.__version__} a tensor can't be restored after a failure: "
+        f"{_reason}. What restores tensors (safe_resize_, rollback_on_error, transaction and "
+        "others) does not protect them",
+        RuntimeWarning,
+    )

@@ -11,10 +11,7 @@ _Object = TypeVar("_Object")
 
 
 def public(named: _Object) -> _Object:
-    """Let a function or a class say that it is ``torchguard``'s, not that of the module it is in.
-
-    Its repr, tracebacks and pickles then name what users import, wherever the code moves.
-    """
+    """Let a function or a class say that it is ``torchguard``'s, wherever its code moves."""
     home = named.__module__
     named.__module__ = "torchguard"
     if isinstance(named, type):  # the docs build reads it of methods too

@@ -19,10 +19,7 @@ class TorchGuardError(Exception):
 
 
 class NonResizableStorageError(TorchGuardError, RuntimeError):
-    """Raised before anything is touched, if torch would kill the process.
-
-    ``torch.ones(4).share_memory_().resize_(1000)`` calls through a null pointer in PyTorch.
-    """
+    """Raised before anything is touched, if torch would kill the process."""
 
 
 @public

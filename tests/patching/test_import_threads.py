@@ -34,22 +34,6 @@ MODULES = """
 """
 
 
-def test_two_threads_import_modules_that_import_each_other() -> None:
-    program = """
-    module("tg_x", "import torch; torch.began.set(); torch.go_on.wait(20); import torch.tg_y")
-    module("tg_y", "import torch; torch.go_on.set(); import time; time.sleep(0.3)")
-    torchguard.install("resize", only_if_needed=False)
-    first = importing("tg_x")
-    torch.began.wait(20)
-    second = importing("tg_y")
-    first.join(20)
-    second.join(20)
-    print(first.is_alive(), second.is_alive(), in_force(), flush=True)
-    os._exit(0)
-    """
-    assert output_of(MODULES + program) == "False False True\n"
-
-
 def test_guards_come_and_go_while_another_thread_imports() -> None:
     """What is installed is in force when the import has ended, and what is undone is not.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
 from torchguard.patching.install import _warn_if_newer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 def out_is_safe() -> bool:
@@ -177,22 +176,6 @@ def test_a_guard_that_can_not_be_put_in_place_is_skipped_and_leaves_nothing_behi
     assert [name for key, name in now.items() if key not in scripted] == []
 
 
-def test_what_this_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other function and no other guard is lost with it."""
-    monkeypatch.delattr(torch, "index_select")
-    monkeypatch.delattr(torch, "resize_as_sparse_")
-
-    def forget_what_there_is() -> None:
-        for guard in GUARDS.values():
-            getattr(guard.replacements, "cache_clear", lambda: None)()
-
-    forget_what_there_is()
-    for name in GUARDS:
-        with install(name, only_if_needed=False) as installation:  # type: ignore[arg-type]
-            assert installation.names == (name,)
-    forget_what_there_is()
-
-
 def test_a_newer_torch_than_was_tested_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchguard.patching.install.NEWEST_TESTED_TORCH", (2, 5))
     _warn_if_newer.cache_clear()
@@ -281,25 +264,6 @@ def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason_unless
     with install("out", only_if_needed=False) as installation:
         assert installation.skipped == {}
         assert torch.add is not bare
-
-
-@contextlib.contextmanager
-def _settings() -> Iterator[None]:
-    """Set what a guard might be tried under, all at once."""
-    with torch.device("meta"), torch.inference_mode():
-        torch.set_default_dtype(torch.float16)
-        torch.use_deterministic_algorithms(mode=True)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(mode=False)
-
-
-@pytest.mark.parametrize("setting", [_settings, torch.no_grad])
-def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(setting: Any) -> None:
-    with setting(), install("resize", "out") as installation:
-        assert installation.skipped == {}
 
 
 _DYNAMOS_TABLES = """

@@ -637,7 +637,7 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
             return {"import": f"raises {type(error).__name__}: {error}"}
         if not compiled:
             _judge(answers, said, FUNCTIONS, torchguard)
-        names = [*GUARDS] if not compiled else [*COMPILED_GUARDS]
+        names = COMPILED_GUARDS if compiled else GUARDS
         try:
             installation = torchguard.install(*names, only_if_needed=False)  # type: ignore[arg-type]
         except Exception as error:  # noqa: BLE001

@@ -154,10 +154,7 @@ def forget_in_dynamo(replacement: Callable[..., Any], original: Callable[..., An
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo put a call of each into its graph as one node, which the backend traces.
-
-    They have no effect but on their tensors.
-    """
+    """Let Dynamo put a call of each into its graph as one node, which the backend traces."""
     _kept_whole.extend(functions)
 
     def allow(_: Any) -> None:  # allow_in_graph itself would import Dynamo

@@ -109,14 +109,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 def apply(guard: str, replacements: Replacements, *, rank: int = 0) -> list[str]:
-    """Put a guard's replacements in place, or, if one can't be made, none; return their paths.
-
-    A path that this torch does not have is left out. What the guard has replaced already is made
-    anew only where other code has put torch's own function back.
-
-    Raises:
-        PatchConflictError: other code has patched on top of another guard's replacement.
-    """
+    """Put a guard's replacements in place, or, if one can't be made, none; return their paths."""
     with lock:
         _prepare()
         skip_own_frames()  # more modules of torchguard may be imported by now

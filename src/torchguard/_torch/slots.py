@@ -20,11 +20,7 @@ _SQ_ITEM = 44  # Py_sq_item: https://github.com/python/cpython/blob/v3.13.0/Incl
 
 
 def empty_sequence_slot(owner: type) -> None:
-    """Empty ``sq_item`` of a class whose ``__getitem__`` was set or deleted, and of those below.
-
-    A subclass that defines ``__getitem__`` itself is left alone. So are all on an interpreter whose
-    classes are laid out in another way.
-    """
+    """Empty ``sq_item`` of a class whose ``__getitem__`` was set or deleted, and of those below."""
     if sys.implementation.name != "cpython":
         return
     sq_item = _reader()

@@ -282,10 +282,7 @@ def _remove_marked(folder: Path) -> None:
 
 
 def _remove_abandoned_folders(link: Path) -> list[str]:
-    """Remove the temporary folders of processes that are dead; return their names.
-
-    A folder's mark says that it is ours; an empty one has no mark yet.
-    """
+    """Remove the temporary folders of processes that are dead; return their names."""
     removed = []
     for name in filter(is_temporary_name, os.listdir(link.parent)):
         path = link.with_name(name)

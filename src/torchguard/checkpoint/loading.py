@@ -161,11 +161,7 @@ def _check_zip(path: str, size: int, *, checksums: bool) -> None:
 
 
 def record_fault(file: Any, *, checksums: bool = True) -> str | None:
-    """Say which record of a zip archive does not hold what was written; None if all do.
-
-    Raises:
-        BadZipFile, NotImplementedError, UnicodeDecodeError: the directory can't be read.
-    """
+    """Say which record of a zip archive does not hold what was written; None if all do."""
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.external_attr & _MARKED_AS_FOLDER and record.file_size:

@@ -147,11 +147,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def manifest_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return size and hash of each file, if a group has written the folder.
-
-    Raises:
-        DamagedFileError: the mark of the folder is not one that ``checkpoint_folder`` writes.
-    """
+    """Return size and hash of each file, if a group has written the folder."""
     if not (folder / MARK).exists():
         return None
     mark = marked(folder)

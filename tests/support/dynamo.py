@@ -31,19 +31,3 @@ def fresh_reports(
     known = hasattr(torch._dynamo.config, "issue_3_13_0_warning")
     with torch._dynamo.config.patch({"issue_3_13_0_warning": False} if known else {}):
         yield
-
-
-def traces_autocast() -> bool:
-    """Whether what begins and ends an autocast region is traced, and does not break the graph."""
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        entered = torch.amp.autocast_mode._enter_autocast("cpu", None, False, None)
-        y = x + 1
-        torch.amp.autocast_mode._exit_autocast(entered)
-        return y
-
-    try:
-        torch.compile(region, backend="eager", fullgraph=True)(torch.ones(1))
-    except Exception:  # noqa: BLE001 - torch has other classes for it in other versions
-        return False
-    return True

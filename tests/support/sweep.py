@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,28 +37,21 @@ class OutCase(NamedTuple):
         return by_name(self.function)(*self.args, **self.kwargs, out=out)
 
 
-class InPlaceCase(NamedTuple):
-    name: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 def samples_of(op: Any, dtype: torch.dtype, device: str = "cpu") -> Iterator[Any]:
     """Like ``op.sample_inputs``, which reads the whole stack of frames for each sample."""
     torch.manual_seed(0)
     return iter(op.sample_inputs_func(op, device, dtype, requires_grad=False))
 
 
-def _samples(op: Any, device: str = "cpu") -> Iterator[Any]:
-    supported = op.supported_dtypes(device)
+def _samples(op: Any) -> Iterator[Any]:
+    supported = op.supported_dtypes("cpu")
     preferred = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.float64)
     dtypes = [dtype for dtype in preferred if dtype in supported] or list(supported)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in dtypes[:2]:
             with contextlib.suppress(Exception):  # a sample that this build of torch can't make
-                yield from samples_of(op, dtype, device)
+                yield from samples_of(op, dtype)
 
 
 def _full_name(op: Any) -> str:
@@ -69,19 +61,13 @@ def _full_name(op: Any) -> str:
 @functools.cache
 def out_cases() -> tuple[OutCase, ...]:
     """One call for each operator with ``out=`` whose result has elements."""
-    return tuple(generate_out_cases())
-
-
-def generate_out_cases(device: str = "cpu", larger_than: int = 0) -> Iterator[OutCase]:
-    """Yield one call for each operator with ``out=`` whose results have more bytes than that."""
     torch.manual_seed(0)
-    for op in op_db:
-        if op.supports_out:
-            yield from itertools.islice(_out_cases_of(op, device, larger_than), 1)
+    found = (next(_out_cases_of(op), None) for op in op_db if op.supports_out)
+    return tuple(case for case in found if case is not None)
 
 
-def _out_cases_of(op: Any, device: str, larger_than: int) -> Iterator[OutCase]:
-    for sample in _samples(op, device):
+def _out_cases_of(op: Any) -> Iterator[OutCase]:
+    for sample in _samples(op):
         args = (sample.input, *sample.args)
         try:
             with warnings.catch_warnings():
@@ -90,10 +76,7 @@ def _out_cases_of(op: Any, device: str, larger_than: int) -> Iterator[OutCase]:
         except Exception:  # noqa: BLE001, S112
             continue
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-        if all(
-            isinstance(each, torch.Tensor) and each.numel() * each.element_size() > larger_than
-            for each in results
-        ):
+        if all(isinstance(each, torch.Tensor) and each.numel() for each in results):
             dtypes = tuple(each.dtype for each in results)
             yield OutCase(_full_name(op), op.op, args, sample.kwargs, dtypes)
 
@@ -113,22 +96,3 @@ def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     """Look a function up now, as programs do; OpInfo has looked it up long before any scope."""
     namespace, name = places().get(id(function), (None, ""))
     return function if namespace is None else getattr(namespace, name)
-
-
-def _spoil(value: Any, how: str) -> Any:
-    """An argument as wrong as it can be."""
-    if isinstance(value, torch.Tensor) and value.numel() and value.layout is torch.strided:
-        integers = not value.is_floating_point() and not value.is_complex()
-        if how == "index" and integers and value.dtype is not torch.bool:
-            spoiled = value.clone()
-            spoiled.view(-1)[-1] = 10**6 if value.dtype in {torch.int64, torch.int32} else 120
-            return spoiled
-        if how == "shape":
-            return torch.zeros((17, *value.shape, 19), dtype=value.dtype)
-        if how in {"dtype", "device"}:
-            return value.to(torch.complex128 if how == "dtype" else "meta")
-    if isinstance(value, tuple) and any(isinstance(each, torch.Tensor) for each in value):
-        return (*value[:-1], _spoil(value[-1], how))
-    if how == "scalar" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return -(10**9)  # a large positive one keeps polygamma_ busy for minutes
-    return "wrong" if how == "type" and not isinstance(value, torch.Tensor) else value

@@ -11,7 +11,7 @@ import torch
 
 import torchguard
 from support.child_process import output_of
-from support.install import locked, resize_is_safe, same, snapshot
+from support.install import out_is_safe, resize_is_safe, same, snapshot
 from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
@@ -19,15 +19,6 @@ from torchguard.patching.install import _warn_if_newer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def out_is_safe() -> bool:
-    out = locked()
-    with pytest.raises(RuntimeError):
-        torch.add(torch.ones(5), 1, out=out)
-    safe = tuple(out.shape) == (0,)
-    torch.Tensor.set_(out, torch.empty(0))  # type: ignore[call-overload]
-    return safe
 
 
 # --- installing and undoing

@@ -40,3 +40,12 @@ def resize_is_safe() -> bool:
     safe = tuple(tensor.shape) == (2,)
     torch.Tensor.set_(tensor, torch.empty(0))  # type: ignore[call-overload]
     return safe
+
+
+def out_is_safe() -> bool:
+    out = locked()
+    with pytest.raises(RuntimeError):
+        torch.add(torch.ones(5), 1, out=out)
+    safe = tuple(out.shape) == (0,)
+    torch.Tensor.set_(out, torch.empty(0))  # type: ignore[call-overload]
+    return safe

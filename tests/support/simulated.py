@@ -639,7 +639,7 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
             _judge(answers, said, FUNCTIONS, torchguard)
         names = COMPILED_GUARDS if compiled else GUARDS
         try:
-            installation = torchguard.install(*names, only_if_needed=False)  # type: ignore[arg-type]
+            installation = torchguard.install(*names, only_if_needed=False)
         except Exception as error:  # noqa: BLE001
             return {**answers, "install": f"raises {type(error).__name__}: {error}"}
         if compiled:

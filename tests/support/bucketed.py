@@ -97,19 +97,17 @@ def same_gradients(
     found: torch.Tensor,
     expected: torch.Tensor,
     parameters: Iterable[torch.Tensor],
-    copies: Iterable[torch.Tensor] | None = None,
     *,
     rtol: float = 0.0,
     share: float = 5e-5,
 ) -> None:
-    """Compare what two losses send to parameters; to ``copies`` where ``found`` is of a copy.
+    """Compare what two losses send to parameters.
 
     So much of the largest gradient of all may differ: sums over more terms round otherwise.
     """
     own = [each for each in parameters if each.requires_grad]
-    theirs = own if copies is None else [each for each in copies if each.requires_grad]
     wanted = torch.autograd.grad(expected, own, allow_unused=True)
-    got = torch.autograd.grad(found, theirs, allow_unused=True)
+    got = torch.autograd.grad(found, own, allow_unused=True)
     atol = share * max(float(each.abs().max()) for each in wanted if each is not None)
     for one, other in zip(got, wanted, strict=True):
         assert (one is None) == (other is None)

@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_reports")]
 
 
-def test_eager_is_right_about_itself_at_ten_sizes_small_ones_first() -> None:
-    rows = []
-
-    def noting(function: Any) -> Any:
-        def run(x: torch.Tensor, y: torch.Tensor) -> Any:
-            rows.append(x.shape[0])
-            return function(x, y)
-
-        return run
-
-    assert attempt(program(0), noting) == []
-    assert rows[1:] == sorted(set(rows)) == [2, 3, 4, 6, 9, 16, 33, 64, 150, 300]
-    for seed in range(1, 20):
-        assert attempt(program(seed), lambda function: function) == []
-
-
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
 def test_no_program_that_is_compiled_right_is_a_mismatch() -> None:
     """Programs go through AOTAutograd, which writes each of them anew."""

@@ -296,20 +296,6 @@ def test_each_buckets_graph_is_checked_and_what_is_wrong_replaced(how: str) -> N
     assert [graph.status for graph in verification_report().graphs[before:]] == ["mismatched"] * 2
 
 
-def test_a_module_stays_the_module_it_was() -> None:
-    inner = Scaled()
-    module = bucketed(inner, **IN_BUCKETS)
-    checked = verified(backend="aot_eager")(module)
-    assert checked is module
-    assert type(checked).__name__ == "Scaled"
-    assert list(checked.state_dict()) == ["weight"]
-    again = pickle.loads(pickle.dumps(bucketed(Scaled(), **IN_BUCKETS)))  # noqa: S301
-    assert again(torch.ones(3)).tolist() == copy.deepcopy(module)(torch.ones(3)).tolist()
-    before = len(verification_report().graphs)
-    inner(torch.ones(3))  # it shares everything but the buckets, and is not compiled
-    assert len(verification_report().graphs) == before
-
-
 def test_a_module_that_is_verified_is_not_compiled_again() -> None:
     with pytest.raises(ValueError, match="compiled already"):
         bucketed(verified(backend="aot_eager")(Scaled()), **IN_BUCKETS, compile=True)

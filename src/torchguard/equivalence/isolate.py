@@ -79,34 +79,29 @@ def rng_state_restored() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def module_state_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def module_state_restored(
+    modules: Iterable[torch.nn.Module], *, values: bool = False
+) -> Iterator[None]:
     """Restore the attributes, members and hooks that modules hold, and which gradients.
 
-    An attribute may say that there is a hook, as transformers notes those for ``router_logits``.
+    With ``values``, also the values of buffers, for what :class:`UndoMutations` can't see.
     """
+    # An attribute may say that there is a hook: transformers notes those for ``router_logits``.
     modules = list(modules)
     if not modules:
         yield
         return
     snapshot = Modules(modules).snapshot()
     gradients = Gradients(p for module in modules for p in module.parameters(recurse=False))
+    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    elements = Elements(buffers) if values and buffers else None
     try:
         yield
     finally:
+        if elements is not None:
+            elements.restore()
         snapshot.restore(lazy=False)
         gradients.restore()
-
-
-@contextlib.contextmanager
-def buffers_restored(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Copy the values of buffers and copy them back, for what :class:`UndoMutations` can't see."""
-    buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    before = Elements(buffers) if buffers else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            before.restore()
 
 
 # ---- undo what a function writes ----
@@ -118,14 +113,12 @@ class UndoMutations(TorchDispatchMode):
     The mode sees every operator. A storage that was there before is copied before the first
     operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
     elements it drops depends on the shape, so with it a padded run could never equal the real one.
-    If not ``deterministic``, random operators are left alone.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, deterministic: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._deterministic = deterministic
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._versions: list[tuple[torch.Tensor, int | None]] = []
         self._own: set[int] = set()
@@ -138,7 +131,7 @@ class UndoMutations(TorchDispatchMode):
         schema = schema_of(func)
         given = _tensors((*args, *kwargs.values()))
         self._copy_what_is_written(schema, args, kwargs)
-        if self._deterministic and torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             result = _deterministic(func, schema, args, kwargs)
         else:
             result = func(*args, **kwargs)

@@ -267,7 +267,7 @@ def separated(
         targets += written_tensors(writes, args, kwargs)
     if not targets:
         return Separated(args, kwargs)
-    clones = _Clones(function, targets)
+    clones, found = _cloning(function, targets)
     # The tensors that are written are passed on themselves, not as clones.
     written = () if writes is None else writes.arguments
     places = {each.position for each in written if not each.is_out}
@@ -275,15 +275,51 @@ def separated(
     if "self" in names:
         names.add("input")
     new_args = tuple(
-        each if place in places else clones.of(each, place) for place, each in enumerate(args)
+        each if place in places else clones(each, place) for place, each in enumerate(args)
     )
     new_kwargs = {
-        name: value if name in names else clones.of(value, _place_of(name))
+        name: value if name in names else clones(value, _place_of(name))
         for name, value in kwargs.items()
     }
-    if not clones.made:
-        return Separated(args, kwargs)
-    return Separated(new_args, new_kwargs, clones.overlap)
+    return Separated(new_args, new_kwargs, found[0] if found else None)
+
+
+def _cloning(
+    function: Callable[..., Any], targets: list[torch.Tensor]
+) -> tuple[Callable[[Any, int], Any], list[Overlap]]:
+    """Return what clones an argument that overlaps what is written, and what it says of them."""
+    rule, in_lists = _rule_of(function), function.__name__.startswith("_foreach_")
+    spans = _Spans(targets) if len(targets) > _FEW else None
+    memory_at = functools.cache(lambda index: memory_of(targets[index]))
+    found: list[Overlap] = []
+
+    def clone(operand: Any, place: int, number: int = -1) -> Any:
+        """Return an operand, or a clone of it."""
+        if not isinstance(operand, torch.Tensor) or (spans and not spans.meet(operand)):
+            return operand
+        for index, target in enumerate(targets):
+            # Of lists, each element is written as its own operand is read, not another's.
+            its_rule = _READS_ALL if in_lists and index != number else rule
+            if (operand is target and its_rule.elementwise) or are_apart(target, operand):
+                continue
+            memory = memory_at(index)
+            copy = Copy.NO if memory is None else copy_of(operand, memory, its_rule, place)
+            if copy is not Copy.NO:
+                if copy is Copy.WARN:
+                    found.append(Overlap(tuple(target.shape), tuple(operand.shape)))
+                return operand.clone()
+        return operand
+
+    def clones(value: Any, place: int) -> Any:
+        """Return an argument, or one with clones."""
+        if not isinstance(value, (tuple, list)):
+            return clone(value, place)
+        items = [clone(each, place, number) for number, each in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return items if isinstance(value, list) else tuple(items)
+
+    return clones, found
 
 
 def _place_of(name: str) -> int:
@@ -294,52 +330,6 @@ def _place_of(name: str) -> int:
 
 
 _LAST = 1_000
-
-
-class _Clones:
-    """Clones the arguments of a call that overlap what it writes."""
-
-    def __init__(self, function: Callable[..., Any], targets: list[torch.Tensor]) -> None:
-        self.made = False
-        self.overlap: Overlap | None = None
-        self._targets = targets
-        self._spans = _Spans(targets) if len(targets) > _FEW else None
-        self._memories: list[Memory | None] | None = None
-        self._rule = _rule_of(function)
-        self._in_lists = function.__name__.startswith("_foreach_")
-
-    def of(self, value: Any, place: int) -> Any:
-        """Return an argument, or a clone of it, or a list with clones in it."""
-        if isinstance(value, torch.Tensor):
-            return self._clone(value, place)
-        if not isinstance(value, (tuple, list)):
-            return value
-        items = [
-            self._clone(each, place, number) if isinstance(each, torch.Tensor) else each
-            for number, each in enumerate(value)
-        ]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return items if isinstance(value, list) else tuple(items)
-
-    def _clone(self, operand: torch.Tensor, place: int, number: int = -1) -> torch.Tensor:
-        if self._spans is not None and not self._spans.meet(operand):
-            return operand
-        for index, target in enumerate(self._targets):
-            # Of lists, each element is written as its own operand is read, not another's.
-            rule = _READS_ALL if self._in_lists and index != number else self._rule
-            if (operand is target and rule.elementwise) or are_apart(target, operand):
-                continue
-            if self._memories is None:
-                self._memories = [*map(memory_of, self._targets)]
-            memory = self._memories[index]
-            copy = Copy.NO if memory is None else copy_of(operand, memory, rule, place)
-            if copy is not Copy.NO:
-                self.made = True
-                if copy is Copy.WARN and self.overlap is None:
-                    self.overlap = Overlap(tuple(target.shape), tuple(operand.shape))
-                return operand.clone()
-        return operand
 
 
 def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

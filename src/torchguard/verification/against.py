@@ -45,14 +45,6 @@ class _CompilesError(BaseException):
     """Ends a call that is about to compile, before any of it has run."""
 
 
-class _Thread(threading.local):
-    watched: AgainstPython | None = None
-    """Whose call this thread is in, if it ends when it compiles."""
-
-
-_thread = _Thread()
-
-
 class AgainstPython:
     """Compares calls of one compiled function with the same calls as plain Python."""
 
@@ -81,7 +73,7 @@ class AgainstPython:
 
     def before_compiling(self) -> contextlib.AbstractContextManager[None]:
         """End the call if Dynamo is about to compile for it, and nothing of it has run so far."""
-        if _thread.watched is self:
+        if comparison.watched is self:
             if is_entrance(sys._getframe(1), AgainstPython.call.__code__):
                 raise _CompilesError
             self._due = True
@@ -95,20 +87,20 @@ class AgainstPython:
             return (self._runs or self.compiled)(*args, **kwargs)
         self._calls += 1
         every = self.backend.checks.every
-        before = _thread.watched
+        before = comparison.watched
         try:
             if not self._due and (every is None or self._calls % every):
-                _thread.watched = self
+                comparison.watched = self
                 try:
                     return self.compiled(*args, **kwargs)
                 except _CompilesError:
                     pass
-            self._due, _thread.watched = False, None
+            self._due, comparison.watched = False, None
             # Disabled: a compiled function that has called us would trace what a check does.
             torch.compiler.disable(self._check)(args, kwargs)
             return (self._runs or self.compiled)(*args, **kwargs)
         finally:
-            _thread.watched = before
+            comparison.watched = before
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare one call, keep the record, and replace what is wrong."""
@@ -147,7 +139,7 @@ class AgainstPython:
         found = differences_of(python, compiled)
         if found:
             # What Python does not do twice is not compared, such as reading unwritten memory.
-            overwrite_free_memory(python.outputs)
+            overwrite_free_memory([*python.results.values()])
             again = differences_of(python, as_python())
             unsteady = {(each.part, each.key, each.kind) for each in again}
             found = [each for each in found if (each.part, each.key, each.kind) not in unsteady]

@@ -69,6 +69,9 @@ class _Comparison(threading.local):
     runs: Literal["", "python", "compiled"] = ""
     """How this thread runs a call at the moment, to compare it with Python."""
 
+    watched: object = None
+    """Whose call this thread is in, if it ends when it compiles."""
+
 
 comparison = _Comparison()
 

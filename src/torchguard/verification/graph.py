@@ -84,11 +84,7 @@ def place_of(graph: fx.GraphModule) -> tuple[str, str]:
     outermost = [frames[0] for frames in stacks if frames]
     if outermost:
         file, _, name = outermost[-1]
-        lines = [
-            int(line)
-            for its_file, line, its_name in outermost
-            if (its_file, its_name) == (file, name)
-        ]
+        lines = [int(line) for its_file, line, its in outermost if (its_file, its) == (file, name)]
         first, last = min(lines), max(lines)
         resumed = re.fullmatch(r"torch_dynamo_resume_in_(.*)_at_\d+", name)
         place = f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
@@ -109,9 +105,7 @@ def names_of(graph: fx.GraphModule) -> list[str]:
         name = source_name(node)
         for before, after in _SPELLINGS:
             name = re.sub(before, after, name)
-        if name.startswith("self."):
-            name = name.removeprefix("self.")
-        names.append(name or f"input {unnamed}")
+        names.append(name.removeprefix("self.") or f"input {unnamed}")
         unnamed += not isinstance(node.meta.get("example_value"), SYMBOLIC)
     return names
 
@@ -141,11 +135,11 @@ def sizes_of(graph: fx.GraphModule) -> SizesOf | None:
     ]
     if not places:
         return None
-    return lambda inputs: tuple(_sizes_in(inputs[place]) for place in places)
 
+    def sizes_in(value: Any) -> Hashable:
+        return (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
 
-def _sizes_in(value: Any) -> Hashable:
-    return (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value
+    return lambda inputs: tuple(sizes_in(inputs[place]) for place in places)
 
 
 def shared_inputs(inputs: Sequence[Any]) -> Hashable:

@@ -52,11 +52,6 @@ class Run:
 
     gradients: dict[Any, Gradient] = field(default_factory=dict)
 
-    @property
-    def outputs(self) -> list[Any]:
-        """The results alone."""
-        return list(self.results.values())
-
 
 class Reached:
     """What a call can reach: arguments, closure, defaults, and what modules and objects hold.

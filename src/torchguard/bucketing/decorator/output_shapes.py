@@ -25,7 +25,7 @@ from torchguard.bucketing.decorator.masking import Real, counting, mask_axes, re
 from torchguard.bucketing.decorator.options import AxisSizes, Spec
 from torchguard.bucketing.dims import declared_at
 from torchguard.bucketing.padding import Side
-from torchguard.equivalence.isolate import buffers_restored, module_state_restored
+from torchguard.equivalence.isolate import module_state_restored
 from torchguard.equivalence.outcome import Output
 
 _RETURNED = (
@@ -237,8 +237,7 @@ class OutputShapes(NamedTuple):
         modules = call.modules(self.function)
         # Buffers are real, and written.
         with (
-            module_state_restored(modules),
-            buffers_restored(modules),
+            module_state_restored(modules, values=True),
             SymbolicSizes(hints) as world,
         ):
             inputs = {

@@ -16,11 +16,7 @@ from torchguard.bucketing.decorator.compiled import alone
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
 from torchguard.bucketing.padding import pad_to_bucket
-from torchguard.equivalence.isolate import (
-    buffers_restored,
-    module_state_restored,
-    rng_state_restored,
-)
+from torchguard.equivalence.isolate import module_state_restored, rng_state_restored
 from torchguard.equivalence.outcome import Output, send_backward
 from torchguard.errors import PaddingLeakError, is_out_of_memory
 
@@ -44,7 +40,7 @@ def warm_up(caller: Caller, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     modules = call.modules(caller.function)
     for buckets in _combinations(caller):
         # Not isolated(): Dynamo guards on whether autocast's cache is on.
-        with rng_state_restored(), module_state_restored(modules), buffers_restored(modules):
+        with rng_state_restored(), module_state_restored(modules, values=True):
             # A full one first: what does not fit into memory shows at once, and needs no padding.
             plan, sized = _resized(caller, call, inputs, buckets)
             if plan.graph.compiles and plan.specialization not in plan.graph.warmed_for:

@@ -487,10 +487,8 @@ def _described(
 def same_strides(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Whether no program can tell the strides of ``actual`` from those of ``expected``.
 
-    Dims come in the same order, from the largest stride to the smallest, and two that ``view()``
-    can merge stay so. Dims of size 1 do not count. If ``expected`` is expanded, anything will
-    do: a compiler may write out what eager expands. The other way round is a difference, because
-    an expanded tensor can't be written in place.
+    Dims, except those of size 1, come in the same order, and two that ``view()`` can merge stay so.
+    A compiler may write out what eager expands, but an expanded tensor can't be written in place.
     """
     order = _order(expected)
     return order is None or (order == _order(actual) and _merged(expected) <= _merged(actual))

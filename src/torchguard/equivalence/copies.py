@@ -218,14 +218,9 @@ def run_on_copies(
 ) -> Outcome:
     """Call a graph, or what is made of it, on copies of the inputs, and send a gradient backward.
 
-    Tensors that the graph owns hold copies of their data meanwhile; they are the first
-    inputs of the outcome. See :func:`torchguard.equivalence.isolate.isolated` for what is restored.
-    ``cast`` is that of :func:`copy_inputs`; ``change`` may change the copies' values. Where a graph
-    leaves a part of an output unwritten, its memory could hold the values of the ``reference`` by
+    Tensors that the graph owns hold copies of their data meanwhile; they are the first inputs of
+    the outcome. Memory that a graph leaves unwritten could hold the values of the ``reference`` by
     chance, so free memory of these sizes is overwritten before.
-
-    Raises:
-        torch.OutOfMemoryError: a second run does not fit into memory.
     """
     copies = copy_inputs([*owned, *inputs], cast)
     if change is not None:

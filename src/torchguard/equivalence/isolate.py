@@ -43,10 +43,9 @@ from torchguard.state.training import Modules
 def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], bool]]:
     """Restore what the code in the scope changes, besides the memory of tensors.
 
-    These are the RNG states of torch on every device, of Python and of numpy; the attributes,
-    parameters, buffers, hooks and gradients of ``modules``; grad mode, autocast and its cache of
-    weights. The caller's saved-tensors hooks are not called. Yields a function that returns whether
-    the code drew random numbers of torch.
+    These are the RNG states, the ``modules``, grad mode, autocast and its cache of weights. The
+    caller's saved-tensors hooks are not called. Yields a function that returns whether the code
+    drew random numbers of torch.
     """
     modes = ThreadModes.capture()
     try:
@@ -110,9 +109,8 @@ def module_state_restored(
 class UndoMutations(TorchDispatchMode):
     """A scope whose mutations of memory from outside can be undone, and that is deterministic.
 
-    The mode sees every operator. A storage that was there before is copied before the first
-    operator that writes it, and :meth:`undo` copies it back. Dropout keeps everything: which
-    elements it drops depends on the shape, so with it a padded run could never equal the real one.
+    A storage that was there before is copied before the first operator that writes it. Dropout
+    keeps everything: which elements it drops depends on the shape.
     """
 
     supports_higher_order_operators = True
@@ -247,16 +245,9 @@ def run_undoing_mutations(
 ) -> Outcome:
     """Call a function that may have a state of its own, and send a gradient backward.
 
-    It runs deterministically and eagerly. Afterwards memory, modules and RNG states are as they
-    were. What it raises comes out.
-
-    Args:
-        function: what to call.
-        given: its arguments.
-        read: returns the structure and the leaves of what it returns; operators are not watched.
-        names: what messages call the leaves, by position.
-        modules: those the function may change.
-        held: returns tensors besides parameters that were there before the run.
+    It runs deterministically and eagerly; memory, modules and RNG states are restored. ``read``
+    returns the structure and the leaves of what it returns, ``names`` are those of the leaves of
+    its arguments, and ``held`` returns tensors besides parameters that were there before the run.
     """
     watch = UndoMutations()
     buffers = _buffers_of(modules)

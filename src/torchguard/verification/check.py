@@ -151,10 +151,9 @@ class GraphCheck:
         )
 
     def call(self, inputs: tuple[Any, ...]) -> Any:
-        """Run a call, and check it if its key is new; no other thread does meanwhile.
+        """Run a call, and check it if its key is new; another thread runs the graph eagerly then.
 
-        A check may take as long as compiling, so another thread runs the graph eagerly. Only where
-        the graph owns tensors it waits, for a check swaps their data.
+        Only where the graph owns tensors it waits, for a check swaps their data.
         """
         wait = bool(self.owned) and self._thread != threading.get_ident()
         if not self._lock.acquire(blocking=wait):
@@ -300,10 +299,10 @@ def with_strides(
 ) -> Callable[..., Any]:
     """Return ``function`` with outputs copied into memory with the order of these strides.
 
-    Inductor keeps the strides of a graph's outputs as AOTAutograd hands them over, lest ``view()``
-    raise (https://github.com/pytorch/pytorch/blob/main/torch/_inductor/graph.py). By then
-    ``cat([empty, x])`` has become ``x.clone()``, which has the strides of ``x``, where eager's
-    result is contiguous: the first key-value cache of a decoder.
+    Inductor keeps the strides that AOTAutograd hands over
+    (https://github.com/pytorch/pytorch/blob/main/torch/_inductor/graph.py). By then
+    ``cat([empty, x])``, the first key-value cache of a decoder, has become ``x.clone()``, which has
+    the strides of ``x``, where eager's result is contiguous.
     """
     orders = {
         position: sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))

@@ -54,11 +54,7 @@ class Run:
 
 
 class Reached:
-    """What a call can reach: arguments, closure, defaults, and what modules and objects hold.
-
-    Of the globals that functions of the program name, the modules, tensors, containers, classes,
-    and functions of the same file.
-    """
+    """What a call can reach: arguments, closure, defaults, named globals, and what these hold."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         called = function.forward if isinstance(function, torch.nn.Module) else function

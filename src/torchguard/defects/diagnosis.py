@@ -66,7 +66,7 @@ class Environment:
     python: str
     platform: str
     gpu: str
-    """Name of the GPU that torch sees, or ``"none"``."""
+    """Name of the first CUDA GPU that torch sees, or ``"none"``."""
 
     foreign: str | None
     """Version of the distribution named ``torchguard``, another project's, if it is installed."""

@@ -342,13 +342,5 @@ def _describe() -> Verdict:
     """Say which torch and which GPU the probes see, as JSON."""
     import torch  # noqa: PLC0415 - this is what the process is for
 
-    gpu = "none"
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name(0)
-        if torch.cuda.device_count() > 1:
-            gpu += f" and {torch.cuda.device_count() - 1} more"
-    elif torch.backends.mps.is_available():
-        gpu = "Apple MPS"
-    elif torch.xpu.is_available():
-        gpu = torch.xpu.get_device_name(0)
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
     return Verdict("absent", json.dumps({"torch": torch.__version__, "gpu": gpu}))

@@ -112,13 +112,9 @@ def repeated_id() -> str | None:
     With one thread, as torchrun has it, nothing has to be atomic, and up to 2.6 the vectorized
     store overwrites (``CppVecKernel.store`` in ``torch/_inductor/codegen/cpp.py``).
     """
-    threads, ids = torch.get_num_threads(), torch.tensor([1, 1])
     torch.set_num_threads(1)
-    try:
-        where, compiled = "for an id that occurs twice", torch.compile(_embedded)
-        return _other_gradient(where, _embedded, compiled, (2, _WIDTH), ids)
-    finally:
-        torch.set_num_threads(threads)
+    where, compiled = "for an id that occurs twice", torch.compile(_embedded)
+    return _other_gradient(where, _embedded, compiled, (2, _WIDTH), torch.tensor([1, 1]))
 
 
 def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:

@@ -1,11 +1,11 @@
 """What belongs to the process and its threads: signals, modes, random generators, open steps.
 
 Signals wait while something is rolled back. Python runs their handlers (Ctrl-C, an alarm) in the
-main thread between two bytecodes of whatever runs there, so their exceptions can appear in an
-``except`` clause as well. ::
+main thread between two bytecodes of whatever runs there. If a signal arrives while the call that
+fails is still running, its handler runs at the entry of the next function in Python: in front of
+the first line of :func:`roll_back`, or of an ``__exit__``. No ``try`` in there sees what it raises,
+so the caller has one, and rolls back again::
 
-    try:
-        torch_function(tensor)
     except BaseException:
         try:
             roll_back(saved.restore)
@@ -13,10 +13,6 @@ main thread between two bytecodes of whatever runs there, so their exceptions ca
             roll_back(saved.restore)
             raise
         raise
-
-If a signal arrives while the call that fails is still running, its handler runs at the entry of the
-next function in Python: in front of the first line of :func:`roll_back`, or of an ``__exit__``. No
-``try`` in there sees what it raises, so the caller has one.
 """
 
 from __future__ import annotations

@@ -234,21 +234,21 @@ def _empty_caches() -> None:
 def _samples(batch: Any) -> int:
     """Return the size of dimension 0 of the first tensor, and check that all the rest has it."""
     leaves = [(keystr("batch", path, batch), leaf) for path, leaf in _leaves(batch, ())]
-    rows = [(name, len(leaf)) for name, leaf in leaves if _has_rows(leaf)]
+    rows = {name: len(leaf) for name, leaf in leaves if _has_rows(leaf)}
     if not rows:
         raise TypeError(
             "run: found no tensor to split in the batch; expected tensors whose "
             "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
         )
-    first, samples = rows[0]
+    first, samples = next(iter(rows.items()))
     for name, leaf in leaves:
-        if _has_rows(leaf) and len(leaf) != samples:
+        if rows.get(name, samples) != samples:
             raise TypeError(
                 f"run: can't split {name} of shape {tuple(leaf.shape)}: expected "
                 f"{samples} in dimension 0, as {first} has; let loss_of close over what is not "
                 "one row per sample"
             )
-        if not _has_rows(leaf) and not _is_constant(leaf):
+        if name not in rows and not _is_constant(leaf):
             raise TypeError(
                 f"run: can't split {name}, of type {type(leaf).__name__}; let loss_of close over "
                 "it, or pass the tensors it is made of"

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -139,7 +139,14 @@ def _is_ours(function: object) -> bool:
 
 def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
     """Let Dynamo trace ``original`` where it meets ``replacement``, as torch's decorators do."""
-    replacement._torchdynamo_inline = original  # type: ignore[attr-defined]
+    traced = original
+    if not isinstance(original, FunctionType):
+        # In an attribute of a module Dynamo up to 2.9 takes only functions written in Python:
+        # https://github.com/pytorch/pytorch/blob/v2.9.1/torch/_dynamo/variables/user_defined.py#L1578
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+    replacement._torchdynamo_inline = traced  # type: ignore[attr-defined]
 
 
 def forget_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:

@@ -16,9 +16,10 @@ Sizes
     :func:`length_mask`).
 
 Operations that fail
-    :func:`rollback_on_error` restores tensors if a block raises. :func:`safe_resize_` and
-    :func:`safe_set_` are single calls. :func:`check_consistent` finds tensors that are broken
-    already. :func:`sliced_assign` and :func:`sliced_assign_` assign by index and keep the gradient.
+    :func:`rollback_on_error` restores tensors if a block raises. :func:`safe_resize_`,
+    :func:`safe_resize_as_` and :func:`safe_set_` are single calls. :func:`check_consistent` finds
+    tensors that are broken already. :func:`sliced_assign` and :func:`sliced_assign_` assign by
+    index and keep the gradient.
 
 The whole process
     :func:`install` switches guards on for code that does not import torchguard, and
@@ -68,7 +69,7 @@ _PUBLIC = {
     "rollback.on_error": ("rollback_on_error",),
     "rollback.consistency": ("check_consistent",),
     "rollback.recompute": ("safe_checkpoint",),
-    "rollback.resize": ("safe_resize_", "safe_set_"),
+    "rollback.resize": ("safe_resize_", "safe_resize_as_", "safe_set_"),
     "transactions.api": ("transaction",),
     "verification.decorator": ("verified",),
     "verification.report": ("verification_report",),

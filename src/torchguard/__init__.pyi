@@ -38,7 +38,7 @@ from torchguard.replicas import replicas_agree
 from torchguard.rollback.consistency import check_consistent
 from torchguard.rollback.on_error import rollback_on_error
 from torchguard.rollback.recompute import safe_checkpoint
-from torchguard.rollback.resize import safe_resize_, safe_set_
+from torchguard.rollback.resize import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.transactions.api import transaction
 from torchguard.transactions.step import Transaction as Transaction
 from torchguard.transactions.step import TransactionStats as TransactionStats
@@ -78,6 +78,7 @@ __all__ = [
     "rollback_on_error",
     "safe_checkpoint",
     "safe_resize_",
+    "safe_resize_as_",
     "safe_set_",
     "save",
     "sliced_assign",

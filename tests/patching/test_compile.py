@@ -175,3 +175,21 @@ def test_dynamic_sizes_stay_dynamic() -> None:
     for guard in ("resize", "out"):
         with install(guard):
             assert_same(run(), bare)
+
+
+class Attributes(nn.Module):
+    """Takes what stands at the names when it is made: under guards, replacements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation, self.join = nn.functional.gelu, torch.add
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.join(self.activation(x), x)
+
+
+def test_a_function_in_an_attribute_of_a_module_is_one_graph() -> None:
+    """Dynamo up to 2.9 raised an AssertionError."""
+    bare = outcome(Attributes(), square, "eager", fullgraph=True)
+    with install("out", "overlap"):
+        assert_same(outcome(Attributes(), square, "eager", fullgraph=True), bare)

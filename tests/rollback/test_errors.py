@@ -33,6 +33,7 @@ def _guarded_out() -> Any:
 
 SHARED: dict[str, Callable[[], Any]] = {
     "safe_resize_": lambda: torchguard.safe_resize_(shared(), 100),
+    "safe_resize_as_": lambda: torchguard.safe_resize_as_(shared(), torch.ones(100)),
     "safe_set_": lambda: torchguard.safe_set_(shared(), shared().untyped_storage(), 0, (100,)),
     "resize_": _installed_resize,
     "out=": _guarded_out,
@@ -49,6 +50,9 @@ def test_shared_memory_that_can_not_grow_is_described(name: str) -> None:
 MESSAGES: dict[str, Callable[[], Any]] = {
     r"safe_resize_: tensor is of type ndarray, expected a torch\.Tensor": (
         lambda: torchguard.safe_resize_(ARRAY, 2)
+    ),
+    r"safe_resize_as_: tensor is of type ndarray, expected a torch\.Tensor": (
+        lambda: torchguard.safe_resize_as_(ARRAY, plain())
     ),
     r"safe_set_: tensor is of type ndarray, expected a torch\.Tensor": (
         lambda: torchguard.safe_set_(ARRAY, plain())

@@ -27,7 +27,7 @@ from support.ways import (
     ends_the_process,
     outcome_of,
 )
-from torchguard import safe_resize_, safe_set_
+from torchguard import safe_resize_, safe_resize_as_, safe_set_
 from torchguard.errors import NonResizableStorageError
 from torchguard.rollback.consistency import is_consistent
 
@@ -342,6 +342,6 @@ def test_torch_resize_as_takes_its_arguments_by_name(scope: Callable[[], Any]) -
                 function(self=torch.ones(2), the_template=torch.ones(3))
 
 
-@pytest.mark.parametrize("helper", [safe_resize_, safe_set_])
+@pytest.mark.parametrize("helper", [safe_resize_, safe_resize_as_, safe_set_])
 def test_a_helper_can_be_pickled(helper: Callable[..., Any]) -> None:
     assert pickle.loads(pickle.dumps(helper)) is helper  # noqa: S301

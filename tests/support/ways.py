@@ -36,15 +36,9 @@ def _on_torch_resize_as(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     return torch.resize_as_(tensor, *args, **kwargs)
 
 
-def _resize_as_in_a_block(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Do what has no helper."""
-    with torchguard.guarded("resize"):
-        return tensor.resize_as_(*args, **kwargs)
-
-
 METHODS = tuple(map(_method, ("resize_", "resize_as_", "set_")))
 BARE = Way("bare", nullcontext, *METHODS)
-SAFE = (torchguard.safe_resize_, _resize_as_in_a_block, torchguard.safe_set_)
+SAFE = (torchguard.safe_resize_, torchguard.safe_resize_as_, torchguard.safe_set_)
 HELPERS = Way("helpers", nullcontext, *SAFE)
 INSTALLED = Way("install", torchguard.install, *METHODS)
 ON_TORCH = INSTALLED._replace(name="install, torch.resize_as_", resize_as_=_on_torch_resize_as)

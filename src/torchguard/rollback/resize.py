@@ -43,11 +43,13 @@ SWITCH = patch.Switch()
 # ---- what to read before a call; what would kill the process raises here ----
 
 
-def _begin_resize_as_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot | None:
+def _begin_resize_as_(
+    args: tuple[Any, ...], kwargs: dict[str, Any], operation: str = "resize_as_"
+) -> Snapshot | None:
     """Begin a call of ``resize_as_``; ``torch.resize_as_`` takes both arguments by name."""
     tensor = args[0] if args else kwargs.get("input")
     template = args[1] if len(args) > 1 else kwargs.get("the_template")
-    return None if tensor is None else _begin(tensor, "resize_as_", (_numel(template),))
+    return None if tensor is None else _begin(tensor, operation, (_numel(template),))
 
 
 def _begin_set_(
@@ -264,6 +266,13 @@ def _guarded(
 
 guard_resize_as_ = functools.partial(_guarded, begin=_begin_resize_as_, operation="resize_as_")
 guard_set_ = functools.partial(_guarded, begin=_begin_set_, operation="set_", is_shown=False)
+_safe_resize_as_ = _guarded(
+    lambda tensor, template, **given: tensor.resize_as_(template, **given),
+    functools.partial(_begin_resize_as_, operation="safe_resize_as_"),
+    "safe_resize_as_",
+    is_shown=False,
+    switch=patch.Switch(1),
+)
 _safe_set_ = _guarded(
     lambda tensor, **given: tensor.set_(**given),
     functools.partial(_begin_set_, operation="safe_set_"),
@@ -336,6 +345,40 @@ def safe_resize_(
         tensor([0, 1, 2, 3])
     """
     raise NotImplementedError
+
+
+@public
+def safe_resize_as_(
+    tensor: _Tensor,
+    template: torch.Tensor,
+    *,
+    memory_format: torch.memory_format | None = None,
+) -> _Tensor:
+    """Resize a tensor in place to another's size; if that fails, nothing has changed.
+
+    Equals ``tensor.resize_as_(template, memory_format=memory_format)`` on success, and returns
+    ``tensor``. On failure as :func:`safe_resize_`.
+
+    Args:
+        tensor: the tensor to resize, of any shape.
+        template: the tensor whose size it gets; dtype and device don't matter.
+        memory_format: as for ``Tensor.resize_as_``.
+
+    Raises:
+        NonResizableStorageError: as :func:`safe_resize_`.
+        RuntimeError, TypeError, torch.OutOfMemoryError: the errors of PyTorch.
+
+    Upstream: https://github.com/pytorch/pytorch/issues/170298
+
+    Cost:
+        As :func:`safe_resize_`.
+
+    Example:
+        >>> import torch, torchguard
+        >>> torchguard.safe_resize_as_(torch.zeros(4), torch.ones(2, 2)).shape
+        torch.Size([2, 2])
+    """
+    return _safe_resize_as_(tensor, template, memory_format=memory_format)  # type: ignore[no-any-return]
 
 
 @public

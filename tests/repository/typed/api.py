@@ -25,6 +25,7 @@ def mutation() -> None:
     assert_type(torchguard.safe_resize_(t, 2, 2), torch.Tensor)
     assert_type(torchguard.safe_resize_(t, (2, 3)), torch.Tensor)
     assert_type(torchguard.safe_resize_(t, torch.Size([2, 3])), torch.Tensor)
+    assert_type(torchguard.safe_resize_as_(t, torch.zeros(3)), torch.Tensor)
     assert_type(torchguard.safe_set_(t, torch.zeros(6), 0, (2, 3), (3, 1)), torch.Tensor)
     assert_type(torchguard.safe_set_(t), torch.Tensor)
     torchguard.safe_checkpoint(torch.sin, t, use_reentrant=True, preserve_rng_state=False)

@@ -208,20 +208,6 @@ def test_an_exception_is_torchs_own_and_its_traceback_gains_one_line(name: str) 
         assert sum("torchguard" in frame.filename for frame in frames) <= 1
 
 
-@each_scope
-def test_code_that_asks_for_overrides_finds_none(
-    scope: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    """All that asks ``has_torch_function`` for its way, in torch and elsewhere, asks these."""
-    x = torch.ones(2)
-    with scope():
-        assert not torch.overrides.has_torch_function((x, nn.Parameter(x)))
-        assert not torch.overrides.has_torch_function_unary(x)
-        assert not torch.overrides.has_torch_function_variadic(x, x)
-        assert torch._C._len_torch_function_stack() == 0
-        assert not torch._C._is_torch_function_mode_enabled()
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),

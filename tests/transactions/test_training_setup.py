@@ -64,12 +64,33 @@ def test_parameters_that_no_optimizer_has_are_named(case: str) -> None:
 
 
 def gan() -> None:
-    generator, discriminator = net(), net()
-    optimizers = [torch.optim.Adam(each.parameters()) for each in (generator, discriminator)]
-    torchguard.transaction([generator, discriminator], optimizers)
-    # A transaction for each: the other model belongs to the other one.
-    for optimizer in optimizers:
-        torchguard.transaction([generator, discriminator], optimizer)
+    """The generator adds to gradients of the discriminator, which clears them before it steps."""
+    models = generator, discriminator = net(), nn.Linear(1, 1)
+    g, d = (torch.optim.Adam(each.parameters()) for each in models)
+    for optimizer in (g, d):  # for each alone: the other model belongs to the other one
+        torchguard.transaction(models, optimizer)
+    step = torchguard.transaction(models, [g, d])
+    for _ in range(4):
+        with step:
+            d.zero_grad()
+            made = generator(X)
+            (discriminator(made.detach()) - discriminator(X[:, :1])).mean().backward()
+            d.step()
+            g.zero_grad()
+            (-discriminator(made).square().mean()).backward()
+            g.step()
+
+
+def average_of_the_weights() -> None:
+    """It is no part of the model."""
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torchguard.transaction(model, optimizer, also=average)
+    for _ in range(4):
+        clears_nothing(model, optimizer, step)
+        average.update_parameters(model)
+        optimizer.zero_grad()
 
 
 def lora() -> None:
@@ -92,7 +113,7 @@ def temperature() -> None:
     torchguard.transaction(model, torch.optim.AdamW([*model.parameters(), scale]))
 
 
-@pytest.mark.parametrize("make", [gan, lora, shared, temperature])
+@pytest.mark.parametrize("make", [gan, average_of_the_weights, lora, shared, temperature])
 def test_right_trainings_give_no_warning(make: Callable[[], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -187,10 +208,6 @@ def penalty_by_hand(model: Any, optimizer: Any, step: Any) -> None:
         optimizer.step()
 
 
-def by_run(model: Any, _: Any, step: Any) -> None:
-    step.run(lambda x: model(x).square().mean(), X, parts=2)
-
-
 def after_an_exception(model: Any, optimizer: Any, step: Any) -> None:
     with contextlib.suppress(ZeroDivisionError), step:
         model(X).square().mean().backward()
@@ -210,7 +227,7 @@ LOOPS: dict[str, tuple[Loop, str | None]] = {
     },
     **{
         each.__name__: (each, None)
-        for each in (cleared_through_data, over_blocks, made_by_hand, penalty_by_hand, by_run,
+        for each in (cleared_through_data, over_blocks, made_by_hand, penalty_by_hand,
                      after_an_exception)
     },
 }  # fmt: skip
@@ -354,38 +371,3 @@ def test_a_step_that_is_skipped_is_not_the_first() -> None:
         assert step._guarded.first_steps != {}
         assert said(lambda step=step, loss_of=loss_of: step.run(loss_of, X), 3) == []  # type: ignore[misc]
         assert step._guarded.first_steps == {}
-
-
-def test_the_generator_may_add_to_gradients_of_the_discriminator() -> None:
-    """Its optimizer clears them before it uses them."""
-    generator, discriminator = net(), nn.Linear(1, 1)
-    g, d = (torch.optim.Adam(each.parameters()) for each in (generator, discriminator))
-    step = torchguard.transaction([generator, discriminator], [g, d])
-
-    def loop() -> None:
-        with step:
-            d.zero_grad()
-            made = generator(X)
-            (discriminator(made.detach()) - discriminator(X[:, :1])).mean().backward()
-            d.step()
-            g.zero_grad()
-            (-discriminator(made).square().mean()).backward()
-            g.step()
-
-    assert said(loop) == []
-
-
-def test_an_average_of_the_weights_is_no_part_of_the_model() -> None:
-    model = net()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = torchguard.transaction(model, optimizer, also=average)
-
-    def loop() -> None:
-        with step:
-            model(X).square().mean().backward()
-            optimizer.step()
-            average.update_parameters(model)
-            optimizer.zero_grad()
-
-    assert said(loop) == []

@@ -18,14 +18,8 @@ from torch import Tensor, nn
 
 import torchguard
 from support.small_training import FailAt, InjectedError, bits, everything
-from support.training import Failure, fail
+from support.training import KINDS, Failure, fail
 from support.walk import walked
-
-KINDS: dict[str, dict[str, Any]] = {
-    "loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
 
 
 class Setup:
@@ -367,26 +361,18 @@ def test_what_is_written_wrong_is_named() -> None:
     assert made.state() == before
 
 
-def test_a_loop_that_steps_the_scheduler_beside_run_is_warned_once() -> None:
-    made = Setup()
-    for number in range(4):
-        expected: Any = pytest.warns(
-            torchguard.errors.TrainingSetupWarning, match="your loop has stepped it too"
-        )
-        with expected if number == 1 else warnings.catch_warnings():
-            if number != 1:
-                warnings.simplefilter("error")
-            made.step.run(lambda x: made.model(x).mean(), torch.ones(2, 2))
-        if number < 3:
-            made.scheduler.step()
-
-
-def test_run_alone_warns_of_no_second_step_and_nor_does_a_checkpoint() -> None:
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_loop_that_steps_the_scheduler_beside_run_is_warned_once(stepped: bool) -> None:
+    """And one that loads the scheduler's state is not."""
     made = Setup()
     saved = made.scheduler.state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for number in range(4):
             made.step.run(lambda x: made.model(x).mean(), torch.ones(2, 2))
-            if number == 2:
+            if stepped:
+                made.scheduler.step()
+            elif number == 2:
                 made.scheduler.load_state_dict(saved)
+            assert len(caught) == (stepped and number > 0)
+    assert all("your loop has stepped it too" in str(each.message) for each in caught)

@@ -6,7 +6,8 @@ import gc
 import math
 import random
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +22,6 @@ from torchguard.equivalence.copies import why_not_copied
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
 from torchguard.equivalence.perturb import perturb_
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from support.compiled import Counting, many, resizes, square, with_out
 from torchguard import install
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def adds_and_norms(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

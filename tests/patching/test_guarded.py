@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ import torchguard
 from support.install import out_is_safe, resize_is_safe, same, snapshot
 from torchguard import guarded, install, installed, uninstall
 from torchguard.errors import IndexOutOfRangeError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
 
 
 def overlap_is_right() -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,6 @@ from torch import Tensor, nn
 from support.child_process import output_of
 from torchguard import guarded, install
 from torchguard.patching.guards import GUARDS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 X = torch.arange(12.0).reshape(3, 4)
 

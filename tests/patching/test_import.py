@@ -7,17 +7,13 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import torchguard
 from support.child_process import output_of
 from torchguard import _torch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 # Prints, as JSON, what importing a module (the first argument) changes.
 OBSERVER = """

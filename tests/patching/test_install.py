@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,6 @@ from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
 from torchguard.patching.install import _warn_if_newer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 # --- installing and undoing
 

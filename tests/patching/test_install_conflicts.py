@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +15,6 @@ from support.install import resize_is_safe, same, snapshot
 from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
 from torchguard.errors import PatchConflictError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 # --- other code patches on top
 

@@ -8,8 +8,9 @@ import random
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,6 @@ from support.install import resize_is_safe
 from support.modes import DispatchMode, FunctionMode
 from torchguard.patching.guards import GUARDS
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 LATER = [(module, name) for module, tests in LATER_SELF_TESTS.items() for name in tests]
 

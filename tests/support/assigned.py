@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import hypothesis.extra.numpy as npst
 import numpy as np
 import torch
 from hypothesis import strategies as st
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def plain(t: torch.Tensor, index: Any, value: Any) -> torch.Tensor:

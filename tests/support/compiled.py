@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Counting:

@@ -6,19 +6,17 @@ import array
 import ctypes
 import tempfile
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import dlpack
 from typing_extensions import Self
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 """What :class:`Watching` has seen."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import torchguard
 from torchguard.verification.backend import Options, VerifiedBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchguard.verification.report import GraphRecord
-
+from torchguard.verification.report import GraphRecord
 
 # --- planted defects: a backend that is right but for one thing
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from support.kinds import empty_locked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NAMESPACES: tuple[Any, ...] = (
     *(torch, torch.linalg, torch.special, torch.fft, torch.nn.functional),

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import torchguard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from support.kinds import State
+from support.kinds import State
 
 
 class Way(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from support.miscompiling import against, row
 from support.random_programs import attempt, program
 from support.zoo import ZOO, Architecture
 from torchguard import MiscompilationWarning, verified
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

@@ -6,10 +6,11 @@ import copy
 import re
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
@@ -18,10 +19,6 @@ from support.miscompiling import verified_backend
 from support.random_programs import Program, attempt, program
 from support.zoo import Architecture, named
 from torchguard import verified
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_reports")]
 

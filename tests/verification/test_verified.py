@@ -7,8 +7,9 @@ import math
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from torchguard import MiscompilationWarning, verified
 from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.errors import MiscompilationError
 from torchguard.verification.check import GraphCheck
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

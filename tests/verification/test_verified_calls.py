@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ from support.child_process import output_of
 from support.miscompiling import spoiling, verified_backend, wrong
 from torchguard import MiscompilationWarning
 from torchguard.verification.check import GraphCheck
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from torchguard import (
 )
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
 from torchguard.equivalence.outcome import Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from support.miscompiling import verified_backend
 from torchguard import MiscompilationWarning, verified
 from torchguard.equivalence.compare import same_strides
 from torchguard.verification.graph import why_not_twice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,10 @@ from torchguard import MiscompilationWarning, verified
 from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.equivalence.compare import judge
 from torchguard.equivalence.copies import run_on_copies
+from torchguard.equivalence.outcome import Outcome
 from torchguard.verification.backend import inner_of
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact, policy_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchguard.equivalence.outcome import Outcome
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 

@@ -11,25 +11,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from support.compiled import Counting, many, resizes, square, with_out
+from support.compiled import Counting, many, plain, resizes, square, with_out
 from torchguard import install
-
-
-def adds_and_norms(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    total = torch.add(x, y, alpha=2) + torch.norm(x, dim=1, keepdim=True)
-    total = torch.nn.functional.gelu(total) + torch.tensordot(x, y, dims=1)
-    total = total + torch.nn.functional.normalize(x) + torch.linalg.norm(y)
-    return total + torch.special.erf(x) + torch.fft.ifft(torch.fft.fft(x)).real  # type: ignore[no-any-return]
-
-
-def writes_into_out(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(0)
-    torch.mul(x, y, out=out)
-    values, indices = torch.max(x, 1)
-    return out + values + indices
-
-
-SQUARE = (torch.arange(9.0).view(3, 3), torch.ones(3, 3))
 
 
 def graph(module: Any) -> list[tuple[str, Any, str, str]]:
@@ -40,7 +23,7 @@ def graph(module: Any) -> list[tuple[str, Any, str, str]]:
 
 
 def as_fx_graph(function: Any) -> Any:
-    module: Any = make_fx(function, tracing_mode="symbolic")(*SQUARE)
+    module: Any = make_fx(function, tracing_mode="symbolic")(*square())
     guards = {str(each.expr) for each in module.shape_env.guards}
     return graph(module), sorted(guards)
 
@@ -52,7 +35,7 @@ def as_transforms(loss: Any) -> Any:
         torch.func.grad(loss)(weight, batch[0]).tolist(),
         torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, batch).tolist(),
         torch.func.jvp(lambda w: loss(w, batch[0]), (weight,), (weight,))[1].tolist(),
-        torch.func.functionalize(writes_into_out)(*SQUARE).tolist(),
+        torch.func.functionalize(with_out)(*square()).tolist(),
     ]
 
 
@@ -61,7 +44,7 @@ def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 MADE: list[tuple[Callable[[Any], Any], Any]] = [
-    *((as_fx_graph, each) for each in (adds_and_norms, writes_into_out)),
+    *((as_fx_graph, each) for each in (plain, many, with_out)),
     (as_transforms, loss),
 ]
 

@@ -165,11 +165,6 @@ def _loads_otherwise() -> None:
     function.__code__ = _rewritten(function.__code__, "copy_", "copy_of_later")
 
 
-def _calls_another_builtin(owner: str, name: str) -> None:
-    """``torch.nn.functional`` calls a builtin by another name."""
-    uncalled(f"{owner}.{name}", callers="torch.nn.functional")
-
-
 def _no_global_hooks(optimizer: Any) -> None:
     """``optimizer.step()`` calls the hooks of one optimizer alone."""
     around = optimizer.Optimizer.profile_hook_step
@@ -265,19 +260,18 @@ EAGER: dict[str, Callable[[], None]] = {
     "no operator has a schema": lambda: replaced(
         "torch._C._jit_get_schemas_for_operator", lambda _: lambda *_: []
     ),
-    "F.embedding calls another builtin": lambda: _calls_another_builtin("torch", "embedding"),
-    "F.embedding_bag calls another builtin": lambda: _calls_another_builtin(
-        "torch", "embedding_bag"
-    ),
-    "F.cross_entropy calls another builtin": lambda: _calls_another_builtin(
-        "torch._C._nn", "cross_entropy_loss"
-    ),
-    "F.nll_loss calls another builtin": lambda: _calls_another_builtin(
-        "torch._C._nn", "nll_loss_nd"
-    ),
-    "F.binary_cross_entropy calls another builtin": lambda: _calls_another_builtin(
-        "torch._C._nn", "binary_cross_entropy"
-    ),
+    **{
+        f"F.{name} calls another builtin": functools.partial(
+            uncalled, path, callers="torch.nn.functional"
+        )
+        for name, path in {
+            "embedding": "torch.embedding",
+            "embedding_bag": "torch.embedding_bag",
+            "cross_entropy": "torch._C._nn.cross_entropy_loss",
+            "nll_loss": "torch._C._nn.nll_loss_nd",
+            "binary_cross_entropy": "torch._C._nn.binary_cross_entropy",
+        }.items()
+    },
     "checkpoint() calls another generator": lambda: uncalled(generator()),
     "the generator of checkpoint() is renamed": lambda: renamed(generator()),
     "the generator of checkpoint() takes one more argument": lambda: signature(generator()),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.child_process import run_python
 from support.miscompiling import inputs, one_value, spoiling, verified_backend, workload
 from torchguard import MiscompilationWarning, verified
 from torchguard.defects.probes.gradients import _RunningNorm
@@ -177,9 +176,7 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     script = tmp_path / "reproducers" / "_RunningNorm.py"
     assert f"reproducer: {script}" in str(caught[0].message)
     assert "torchguard" not in script.read_text()
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = run_python(script.read_text(), folder=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the largest difference is" in done.stdout
 

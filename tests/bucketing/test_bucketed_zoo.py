@@ -32,7 +32,6 @@ def options_of(each: Architecture, **options: Any) -> dict[str, Any]:
         "mask": each.mask,
         "buckets": [8 * unit, 16 * unit],
         "fill": each.fill,
-        "side": each.side,
         "outputs": sizes,
         **options,
     }
@@ -62,7 +61,6 @@ def as_without_padding(
 
 @pytest.mark.parametrize("each", IN_TIME, ids=str)
 def test_ragged_batches_are_as_without_padding(each: Architecture) -> None:
-    each.excuse("bucketed")
     model = each.build().train()
     wrapped = in_time(model, **options_of(each))
     for seed, lengths in enumerate(([7, 4], [9, 11])):
@@ -74,7 +72,6 @@ def test_ragged_batches_are_as_without_padding(each: Architecture) -> None:
 
 @pytest.mark.parametrize("each", [each for each in IN_TIME if each.mask is not None], ids=str)
 def test_without_its_mask_what_needs_one_is_refused(each: Architecture) -> None:
-    each.excuse("bucketed")
     model = each.build().train()
     dims = {name: spec for name, spec in each.dims.items() if name != each.mask}
     wrapped = in_time(model, **options_of(each, dims=dims, mask=None))

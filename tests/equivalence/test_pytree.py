@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchguard._pytree import (
-    children,
-    flatten,
-    key_paths,
-    keystr,
-    reachable,
-    replace,
-    unflatten,
-)
+from torchguard._pytree import children, flatten, key_paths, keystr, reachable, replace, unflatten
 
 
 class Pair(NamedTuple):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import torchguard
 from support.child_process import output_of
-from support.compiled import Counting, many, plain, square, with_out
+from support.compiled import Counting, square
 from torchguard import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
@@ -112,17 +111,6 @@ def test_the_order_of_importing_dynamo_and_installing_does_not_matter(steps: str
     assert installed == (("True", "False") if is_first else ("False", "True"))
     assert rows[0] == rows[1]
     assert "Error" not in rows[0]
-
-
-def test_dynamo_knows_torchs_own_functions_after_uninstall() -> None:
-    with install("resize", "out"):
-        torch.compile(many, backend="eager")(*square())
-        torch._dynamo.trace_rules.clear_lru_cache()
-        torch.compile(plain, backend="eager")(*square())
-    torchguard.uninstall()
-    torch._dynamo.reset()
-    for function in (plain, with_out):
-        torch.compile(function, backend="eager", fullgraph=True)(*square())
 
 
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:

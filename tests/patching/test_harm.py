@@ -105,21 +105,13 @@ def bare() -> tuple[list[str], list[list[str]]]:
         return made(), recorded()
 
 
-ALONE: list[tuple[str, ...]] = [(name,) for name in GUARDS]
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("names", [*ALONE, tuple(GUARDS)], ids="-".join)
-def test_what_is_recorded_is_the_same(names: Any, bare: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("names", [*zip(GUARDS), tuple(GUARDS)], ids="-".join)
+def test_what_is_recorded_or_scripted_is_the_same(names: Any, bare: tuple[Any, Any]) -> None:
     """While the guards are on, and while what a scope has replaced is off."""
     with guarded(*names):
         assert recorded() == bare[1]
     assert recorded() == bare[1]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("names", [*ALONE, tuple(GUARDS)], ids="-".join)
-def test_what_is_scripted_is_the_same(names: Any, bare: tuple[Any, Any]) -> None:
     with install(*names, only_if_needed=False):
         assert made() == bare[0]
 

@@ -25,11 +25,7 @@ def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
         for alias in node.names
     }
     homes = {name: f"torchguard.{module}" for name, module in torchguard._HOME.items()}  # type: ignore[attr-defined]
-    assert imported == {
-        **homes,
-        "__version__": "torchguard._public",
-        "errors": "torchguard",
-    }
+    assert imported == {**homes, "__version__": "torchguard._public", "errors": "torchguard"}
     [listed] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(listed) == sorted(torchguard.__all__)
 

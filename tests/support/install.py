@@ -10,14 +10,7 @@ import torch
 
 
 def snapshot() -> list[dict[str, Any]]:
-    namespaces = (
-        torch.Tensor,
-        torch,
-        torch.linalg,
-        torch.special,
-        torch.fft,
-        torch.nn.functional,
-    )
+    namespaces = (torch.Tensor, torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
     return [dict(vars(namespace)) for namespace in namespaces]
 
 

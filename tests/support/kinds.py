@@ -41,11 +41,7 @@ class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls, wrapped: torch.Tensor) -> Self:
         wrapper: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            wrapped.shape,
-            strides=wrapped.stride(),
-            dtype=wrapped.dtype,
-            device=wrapped.device,
+            cls, wrapped.shape, strides=wrapped.stride(), dtype=wrapped.dtype, device=wrapped.device
         )
         wrapper.wrapped = wrapped
         return wrapper

@@ -294,11 +294,7 @@ COMPILED: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     **_table(renamed, _HOOK, _COMPILER, f"{_DYNAMO}.trace_rules.get_torch_obj_rule_map"),
     **_table(uncalled, _HOOK, _COMPILER, _SETITEM),
-    **_table(
-        gone,
-        _SETITEM,
-        f"{_DYNAMO}.external_utils.wrap_inline",
-    ),
+    **_table(gone, _SETITEM, f"{_DYNAMO}.external_utils.wrap_inline"),
     "the generator of checkpoint() is renamed": lambda: renamed(generator()),
     "checkpoint() calls another generator": lambda: uncalled(generator()),
     "a local of checkpoint() is renamed": lambda: _local_renamed("gen"),
@@ -649,11 +645,7 @@ COMPILED_GUARDS = ("checks", "setitem", "slice_scatter", "recompute")
 
 
 def _judge(
-    answers: dict[str, str],
-    said: Any,
-    judges: Any,
-    torchguard: Any,
-    installation: Any = None,
+    answers: dict[str, str], said: Any, judges: Any, torchguard: Any, installation: Any = None
 ) -> None:
     for name, judge in judges.items():
         before = len(said)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +52,6 @@ class Architecture:
     fill: dict[str, int] = field(default_factory=dict)
     """What labels are padded with, as ``bucketed(fill=...)`` takes it."""
 
-    side: Literal["right", "left"] = "right"
-    exceptions: dict[str, str] = field(default_factory=dict)
-    """By test (``verified``, ``bucketed``, ``inductor``), why this one is left out of it."""
-
     def __str__(self) -> str:
         return self.name
 
@@ -83,11 +79,6 @@ class Architecture:
         """Call the model; the loss is its own."""
         loss: torch.Tensor = model(**batch).loss
         return loss
-
-    def excuse(self, test: str) -> None:
-        """Skip the test if there is a reason to."""
-        if test in self.exceptions:
-            pytest.skip(f"{self.name}: {self.exceptions[test]}")
 
 
 _SIZES = {

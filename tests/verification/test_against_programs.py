@@ -291,8 +291,6 @@ def test_no_false_alarm_on_random_programs() -> None:
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
 @pytest.mark.parametrize("architecture", ZOO, ids=str)
 def test_no_false_alarm_on_models(architecture: Architecture) -> None:
-    if "verified" in architecture.exceptions:
-        pytest.skip(architecture.exceptions["verified"])
     model = architecture.build(to_compile=True)
     plain = copy.deepcopy(model)
     compiled = verified(against="python", backend="eager")(model)

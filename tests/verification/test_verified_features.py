@@ -13,12 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.miscompiling import right, spoiling, stats, verified_backend, workload, wrong
-from torchguard import (
-    MiscompilationWarning,
-    sliced_assign,
-    sliced_assign_,
-    verified,
-)
+from torchguard import MiscompilationWarning, sliced_assign, sliced_assign_, verified
 from torchguard.verification.graph import why_not_twice
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
@@ -36,11 +31,6 @@ def _optimizer() -> Callable[[], Any]:
 
 def with_checkpoint(layer: nn.Module, x: torch.Tensor) -> Any:
     return checkpoint(lambda value: layer(value).sin(), x, use_reentrant=False).sum()
-
-
-def autocast(x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        return (x @ x).sum() * 2
 
 
 def aliased(base: torch.Tensor) -> Any:
@@ -68,7 +58,6 @@ def differentiable_view(leaf: torch.Tensor) -> Any:
 PARTS: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
     (lambda run: run(), lambda: [_optimizer()]),
     (with_checkpoint, lambda: [nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)]),
-    (autocast, lambda: [torch.full((4, 4), 0.3, requires_grad=True)]),
     (aliased, lambda: [torch.arange(12.0).view(3, 4)]),
     (differentiable_view, lambda: [torch.ones(3, 4, requires_grad=True)]),
     (no_grad, lambda: [torch.ones(3, requires_grad=True)]),

@@ -12,10 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.miscompiling import verified_backend, wrong
-from torchguard import (
-    MiscompilationWarning,
-    verified,
-)
+from torchguard import MiscompilationWarning, verified
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, why_not_copied
 from torchguard.equivalence.outcome import Outcome
 

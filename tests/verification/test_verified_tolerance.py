@@ -1,4 +1,4 @@
-"""verified: what differs follows the tensor, in any unit; casts of the program round."""
+"""verified: what differs follows the tensor, in any unit; rounding is no defect, a cast is."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from support.miscompiling import stats
+from support.miscompiling import spoiling, stats, verified_backend
 from torchguard import MiscompilationWarning, verified
-from torchguard.defects.probes.gradients import _RunningNorm
 from torchguard.equivalence.compare import judge
 from torchguard.equivalence.copies import run_on_copies
 from torchguard.equivalence.outcome import Outcome
@@ -198,17 +197,6 @@ def test_autocast_is_not_a_mismatch(
     assert [each for each in recwarn if each.category is MiscompilationWarning] == []
 
 
-def test_the_gradient_of_a_small_loss_is_compared() -> None:
-    """Of a module that writes a statistic (https://github.com/pytorch/pytorch/pull/197039)."""
-    plain, norm = _RunningNorm(), _RunningNorm()
-    checked = verified(backend="aot_eager")(lambda x: norm(x) * 1e-6)
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    (plain(x) * 1e-6).backward()
-    with pytest.warns(MiscompilationWarning):
-        checked(x).backward()
-    torch.testing.assert_close(norm.weight.grad, plain.weight.grad)
-
-
 # --- casts of the program
 
 
@@ -249,15 +237,6 @@ def test_a_cast_that_is_left_out_is_a_mismatch(function: Any, size: int) -> None
     assert stats(right).verified == 1
 
 
-def test_an_operation_between_two_of_one_narrow_type_may_stay_wide() -> None:
-    def wide(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-        return lambda *given: [out.bfloat16() for out in graph(*(v.float() for v in given))]
-
-    checked = verified(backend=wide)(lambda x: (x.exp() * 1.7 + x).sin())
-    checked(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
-    assert stats(checked).verified == 1
-
-
 # --- autocast
 
 
@@ -288,3 +267,113 @@ def test_a_backward_that_runs_in_a_narrower_type_than_eagers_is_a_mismatch(
         pytest.skip("this torch runs the backward in the type of the forward")
     with pytest.warns(MiscompilationWarning):
         torch.testing.assert_close(gradient(checked), gradient(outside))
+
+
+# --- rounding is no defect
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((x @ w) * 1.7 + x).sum(0) / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_rounded_otherwise_is_no_mismatch_and_a_defect_is_one(dtype: torch.dtype) -> None:
+    def wide(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        """Compute in double precision and round once, better than eager does."""
+        return lambda *values: [out.to(dtype) for out in graph(*(v.double() for v in values))]
+
+    torch.manual_seed(0)
+    x, w = (torch.randn(64, 64).to(dtype) for _ in "xw")
+    backend = verified_backend(wide)
+    torch.compile(chain, backend=backend)(x, w)
+    assert backend.stats().verified == 1
+    torch._dynamo.reset()
+    shifted = verified_backend(spoiling(lambda outputs, _: [outputs[0].roll(1)]))
+    with pytest.warns(MiscompilationWarning):
+        torch.testing.assert_close(torch.compile(chain, backend=shifted)(x, w), chain(x, w))
+
+
+# --- at a discontinuity the last digit decides
+
+
+def a_digit_further(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+    """A backend whose weights are a digit larger than they should be."""
+
+    def run(*inputs: Any) -> Any:
+        given = [value * (1 + 2.0**-22) if value.requires_grad else value for value in inputs]
+        return graph(*given)
+
+    return run
+
+
+def stopped(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return torch.relu(weight * x - 1)  # a gradient of zeros, or of x
+
+
+def chosen(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, torch.where(weight * x > 1, 7, 3)
+
+
+def compared(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, weight * x > 1
+
+
+def below() -> torch.Tensor:
+    """A weight a digit below a discontinuity, and one far above."""
+    return torch.tensor([1 - 2.0**-24, 2.0], requires_grad=True)
+
+
+@pytest.mark.parametrize("discontinuous", [stopped, chosen, compared])
+def test_a_discontinuity_within_the_rounding_error_is_no_mismatch(
+    discontinuous: Callable[..., Any],
+) -> None:
+    before = torch.get_rng_state()
+    checked = verified(backend=a_digit_further)(discontinuous)
+    checked(below(), torch.tensor([1.0, 2.0]))
+    (record,) = stats(checked).graphs
+    assert record.status == "verified"
+    assert record.reason.startswith("rounding decides at a discontinuity: ")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_many_discontinuities_at_once_raise_no_false_alarm() -> None:
+    weight = torch.full((12,), 1 - 2.0**-24, requires_grad=True)
+    checked = verified(backend=a_digit_further)(compared)
+    checked(weight, torch.ones(12))
+    assert stats(checked).verified == 1
+
+
+def named(weight: torch.Tensor, x: torch.Tensor) -> Any:
+    return (weight * x)[0] * 0, (weight * x).argmax()
+
+
+def larger(outputs: list[Any]) -> list[Any]:
+    return [outputs[0] + 0.01]
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers", "spoil", "match"),
+    [
+        # What rounding never does, though the graph is discontinuous.
+        (stopped, [0.7] * 4, larger, "the largest by 0.01"),
+        (chain, [[0.7] * 4] * 4, larger, "the largest by 0.01"),
+        # A large number excuses no small one: rounding moves the first by more than 3.
+        (
+            lambda w, x: w * x,
+            [1e8, 1.0],
+            lambda outputs: [outputs[0] + torch.tensor([0.0, 3.0])],
+            "1 of 2 elements differ, the largest by 3",
+        ),
+        # A discontinuity excuses no number that eager never names.
+        (named, [1.0, 1.0, 0.5], lambda outputs: [outputs[0], torch.tensor(-7)], "output 1"),
+    ],
+)
+def test_what_differs_by_more_than_rounding_is_a_mismatch(
+    function: Any, numbers: list[Any], spoil: Any, match: str
+) -> None:
+    weight = torch.tensor(numbers, requires_grad=True)
+    x = torch.eye(4) if function is chain else torch.ones(len(numbers))
+    backend = spoiling(lambda outputs, _: spoil(outputs))
+    with pytest.warns(MiscompilationWarning, match=match):
+        found = verified(backend=backend)(function)(weight, x)
+    torch.testing.assert_close(found, function(weight, x))

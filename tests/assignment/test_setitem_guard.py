@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from support.child_process import output_of
 from support.compiled import Counting
 from torchguard import install
 
@@ -155,20 +156,15 @@ def test_compiled_is_as_eager_and_the_graph_stays_as_it_is(name: str) -> None:
     bare_outcome, expected = outcome(case, bare, fullgraph=False), outcome(case)
     with install("setitem"):
         assert outcome(case, cured) == expected
+        by_aot = outcome(case, "aot_eager")
+    assert by_aot[:3] == expected[:3]
+    torch.testing.assert_close(torch.tensor(by_aot[3]), torch.tensor(expected[3]))
     if case is not into_a_function_that_asks:
         if bare.graphs != cured.graphs:  # traced wrongly before: a branch, a backward left out
             assert bare_outcome != expected
         assert len(bare.graphs) == len(cured.graphs)
     if case in WRONG_EVERYWHERE:
         assert bare_outcome != expected
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_by_aot_is_as_eager(name: str) -> None:
-    with install("setitem"):
-        compiled, eager = outcome(CASES[name], "aot_eager"), outcome(CASES[name])
-    assert compiled[:3] == eager[:3]
-    torch.testing.assert_close(torch.tensor(compiled[3]), torch.tensor(eager[3]))
 
 
 def test_a_leaf_that_requires_grad_raises_as_before() -> None:
@@ -191,3 +187,84 @@ def test_a_parameter_made_in_a_graph_keeps_what_dynamo_knows_of_it() -> None:
     with install("setitem"):
         loss, known = torch.compile(make, backend="eager")(x)
     assert (loss.item(), known) == (3.0, True)
+
+
+# --- installing it, whenever Dynamo is imported
+
+REPORT = """
+import sys, torch, torchguard
+def ask(v):
+    m = torch.zeros(2, 2)
+    m[0][0] = v
+    return m, m.requires_grad
+def is_right():
+    torch.compiler.reset()
+    m, known = torch.compile(ask, backend="eager")(torch.ones((), requires_grad=True))
+    return known == m.requires_grad
+"""
+
+ORDERS = {
+    "before Dynamo is imported": """
+installation = torchguard.install("setitem")
+assert "torch._dynamo" not in sys.modules
+print(torchguard.installed())
+""",
+    "in a hook on its import": """
+import wrapt
+torchguard.install("resize").uninstall()  # its own hook comes first
+made = []
+hook = lambda _: made.append(torchguard.install("setitem"))
+wrapt.register_post_import_hook(hook, "torch._dynamo")
+import torch._dynamo
+[installation] = made
+print(torchguard.installed())
+""",
+    "uninstalled while it waits": """
+torchguard.install("setitem").uninstall()
+import torch._dynamo
+assert not is_right()
+installation = torchguard.install("setitem")
+print(torchguard.installed())
+""",
+}
+REST = """
+print(is_right(), torchguard.installed())
+installation.uninstall()
+print(is_right(), torchguard.installed())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_installing_works_in_every_order(order: str) -> None:
+    lines = output_of(REPORT + ORDERS[order] + REST).splitlines()
+    assert lines == ["('setitem',)", "True ('setitem',)", "False ()"]
+
+
+LATE = """
+import torch, torchguard
+from dataclasses import replace
+from torchguard.patching.guards import GUARDS
+GUARDS["setitem"] = replace(
+    GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
+)
+import sys
+wanted = torchguard.install("setitem")
+print(wanted.names, wanted.skipped)
+import torch._dynamo
+print(wanted.names, wanted.skipped, torchguard.installed())
+wanted.uninstall()
+with torchguard.install("setitem", only_if_needed=False) as anyway:
+    print(anyway.names, torchguard.installed())
+print("requires_grad" in vars(torch._dynamo.variables.tensor.TensorVariable))
+"""
+
+
+@pytest.mark.slow
+def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported() -> None:
+    assert output_of(LATE).splitlines() == [
+        "('setitem',) {}",
+        "() {'setitem': 'why'} ()",
+        "('setitem',) ('setitem',)",
+        "False",
+    ]

@@ -94,10 +94,12 @@ class TestDeclarations:
         with pytest.raises(TypeError, match="the call is missing the argument 'x'"):
             wrap(double)()
 
-    def test_sizes_that_disagree_are_named(self) -> None:
+    def test_sizes_that_disagree_or_are_too_large_are_named(self) -> None:
         wrapped = wrap(lambda x, y: x, dims={"x": {0: "t"}, "y": {1: "t"}})
         with pytest.raises(ValueError, match="axis 't' is 3 in x and 4 in y"):
             wrapped(torch.ones(3), torch.ones(1, 4))
+        with pytest.raises(ValueError, match="axis 't' is 17 in x, but the largest bucket is 16"):
+            wrap(double)(torch.ones(17))
 
     def test_a_fill_that_the_dtype_cannot_hold_is_refused(self) -> None:
         wrapped = wrap(double, fill={"x": -1})
@@ -150,17 +152,15 @@ def ids_of(batch: int, length: int) -> torch.Tensor:
 
 class TestAnArgumentThatDimsForgot:
     def test_is_named(self) -> None:
-        ids = ids_of(2, 5)
+        """Inside a container too."""
+        ids, batch = ids_of(2, 5), {"bias": torch.ones(2, 5), "other": torch.ones(3)}
         forgotten = r"not padded: dimension 1 of types, \(2, 5\), with 't': name it in dims"
         with pytest.raises(ValueError, match=forgotten) as e:
             in_time(lambda ids, types: ids + types)(ids, ids)
         assert "t: 5 -> 8 in ids" in str(e.value)
         assert isinstance(e.value.__cause__, RuntimeError)
-
-    def test_inside_a_container_is_named(self) -> None:
-        batch = {"bias": torch.ones(2, 5), "other": torch.ones(3)}
         with pytest.raises(ValueError, match=r"dimension 1 of batch\['bias'\], \(2, 5\), w"):
-            in_time(lambda ids, batch: ids + batch["bias"])(ids_of(2, 5), batch=batch)
+            in_time(lambda ids, batch: ids + batch["bias"])(ids, batch=batch)
 
     @pytest.mark.parametrize("error", [KeyError("its own"), torch.OutOfMemoryError("no memory")])
     def test_an_error_of_the_function_itself_is_left_as_it_is(self, error: Exception) -> None:

@@ -182,28 +182,23 @@ class TestOperator:
         assert f"It first differs after softmax, test_bucketed_check.py:{begin + 2}. " in text
 
     @pytest.mark.parametrize(
-        ("function", "named"),
+        ("function", "named", "side"),
         [
-            (lambda x: (x * 2).flip(-1) + 1, "flip"),
-            (nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU(), nn.InstanceNorm1d(2)), "batch_norm"),
+            (lambda x: (x * 2).flip(-1) + 1, "flip", "right"),
+            (
+                nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU(), nn.InstanceNorm1d(2)),
+                *("batch_norm", "right"),
+            ),
+            # What is real is no padding on either side.
+            (lambda x: (x + 1).relu().softmax(-1), "softmax", "right"),
+            (lambda x: (x + 1).relu().softmax(-1), "softmax", "left"),
+            # An integer that differs is not named before a result.
+            (lambda x: ((x == 0).sum(), x.mean(-1))[1], "mean", "right"),
         ],
-        ids=["flip", "instance_norm"],
     )
-    def test_of_several(self, function: Any, named: str) -> None:
-        text = leak(function, torch.randn(2, 2, 5), dims=({-1: "t"},))
+    def test_of_several(self, function: Any, named: str, side: Any) -> None:
+        text = leak(function, torch.randn(2, 2, 5), dims=({-1: "t"},), side=side)
         assert f"first differs after {named}" in text.replace("native_b", "b")
-
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_real_is_what_is_no_padding_on_either_side(self, side: Any) -> None:
-        text = leak(lambda x: (x + 1).relu().softmax(1), torch.randn(2, 5), side=side)
-        assert "first differs after softmax" in text
-
-    def test_an_integer_that_differs_is_not_named_before_a_result(self) -> None:
-        def counts(x: torch.Tensor) -> torch.Tensor:
-            (x == 0).sum()
-            return x.mean(1)
-
-        assert "first differs after mean" in leak(counts, torch.randn(2, 5))
 
 
 class TestWhatToType:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.bucketed import LADDER, Counting, Net, double, wrap
+from support.bucketed import LADDER, Counting, Net, double, same_gradients, wrap
 from torchguard import _torch, bucketed
 
 EAGER: Any = {"backend": "eager"}
@@ -209,3 +210,44 @@ class TestWays:
         assert _torch.records_cuda_graphs(torch.compile(double, mode="reduce-overhead"))
         assert not _torch.records_cuda_graphs(torch.compile(double))
         assert not _torch.records_cuda_graphs(torch.compile(double, backend="eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
+    torch.compiler.reset()
+    model = nn.Linear(4, 4)
+    wrapped = wrap(model, buckets=[8], compile={"mode": mode})
+    inputs = [torch.randn(length, 4) for length in (5, 7, 8)]
+    outputs = [wrapped(x) for x in inputs]  # none of them is overwritten by the next
+    for x, found in zip(inputs, outputs, strict=True):
+        torch.testing.assert_close(found, model(x))
+        losses = [each(x).square().sum() for each in (wrapped, model)]
+        same_gradients(losses[0], losses[1], model.parameters(), rtol=1e-3, share=1e-4)
+    assert wrapped.stats().graphs == 1
+
+
+@pytest.mark.slow
+def test_flex_attention() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def attend(x: torch.Tensor, real: torch.Tensor) -> Any:
+        """x (B, H, T, D), real: how many keys there are."""
+
+        def score(value: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return torch.where(k < real, value, -float("inf"))
+
+        return flex.flex_attention(x, x, x, score_mod=score)
+
+    x = torch.randn(1, 2, 37, 16)
+    expected = attend(x, torch.tensor(37))
+    try:
+        torch.compile(attend, backend="aot_eager")(x, torch.tensor(37))
+    except Exception as error:  # noqa: BLE001
+        pytest.skip(f"flex_attention does not compile on this machine: {type(error).__name__}")
+    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        pytest.skip("this torch runs flex_attention under no dispatch mode, and the check is one")
+    options: Any = {"lengths": "real", "compile": {"backend": "aot_eager"}}
+    wrapped = wrap(attend, dims={"x": {2: "t"}}, buckets=[64], **options)
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), expected, rtol=1e-4, atol=1e-5)

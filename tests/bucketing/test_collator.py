@@ -155,17 +155,6 @@ def test_ragged_samples_come_back_out_of_the_batch(
             assert (padded[:, ~mask] == fill).all()
 
 
-def test_what_is_wrong_with_ragged_samples_is_named() -> None:
-    collate = BucketCollator(BUCKETS, {"a": {1: "t"}, "b": {1: "t"}})
-    good = {"a": torch.ones(2), "b": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"axis 't' is 3 in samples\[1\]\['a'\] and 2 in"):
-        collate([good, {**good, "a": torch.ones(3)}])
-    with pytest.raises(KeyError, match=r"there is no samples\[0\]\['b'\]; it has keys \['a'\]"):
-        collate([{"a": torch.ones(2)}])
-    with pytest.raises(ValueError, match="the samples have 'b' themselves"):
-        BucketCollator(BUCKETS, {"a": {1: "t"}}, mask_key="b")([good])
-
-
 def test_a_list_may_name_the_parts_of_a_tuple() -> None:
     """In dims and in fill; a named tuple keeps its type."""
     for sample in ((torch.ones(5), 1), Pair(torch.ones(5), 1)):
@@ -263,16 +252,22 @@ def test_rows_by_the_axis_of_the_sampler() -> None:
     assert made["ids"].shape == (3, 8)
 
 
-def test_a_batch_of_another_structure_is_named() -> None:
-    rows = [{"ids": torch.arange(5), "audio": {"wave": torch.ones(2, 10)}}] * 3
-    for dims, error, message in [
-        ({"idz": {1: "t"}}, KeyError, r"there is no samples\[0\]\['idz'\]"),
-        ({"ids": {2: "t"}}, IndexError, "dims names its dimension 2"),
-        ({"audio": {1: "t"}}, TypeError, r"batch\['audio'\] is of type dict"),
-        ({"ids": {1: "t"}, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),
-    ]:
+def test_samples_of_another_structure_are_named() -> None:
+    good: Any = {"ids": torch.ones(5), "audio": {"wave": torch.ones(2, 10)}}
+    ids = {1: "t"}
+    cases: list[tuple[list[Any], Any, type[Exception], str]] = [
+        ([good], {"idz": ids}, KeyError, r"no samples\[0\]\['idz'\]; it has keys \['ids', '"),
+        ([good], {"ids": {2: "t"}}, IndexError, "dims names its dimension 2"),
+        ([good], {"audio": ids}, TypeError, r"batch\['audio'\] is of type dict"),
+        ([good], {"ids": ids, "audio": {"wave": {2: "t"}}}, ValueError, "axis 't' is 5 in"),
+        ([{"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(2)}],
+         {"a": ids, "b": ids}, ValueError, r"axis 't' is 3 in samples\[1\]\['a'\] and 2 in"),
+    ]  # fmt: skip
+    for samples, dims, error, message in cases:
         with pytest.raises(error, match=message):
-            BucketCollator(BUCKETS, dims)(rows)
+            BucketCollator(BUCKETS, dims)(samples)
+    with pytest.raises(ValueError, match="the samples have 'audio' themselves"):
+        BucketCollator(BUCKETS, {"ids": ids}, mask_key="audio")([good])
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

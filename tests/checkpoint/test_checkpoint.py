@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import random
@@ -19,6 +18,8 @@ import torch
 
 import torchguard
 from support.writers import OLD, kill_after, left, names, repeat, same, size_limited, start, status
+from torchguard import _files
+from torchguard._files import locked_file, replace_file, temporary_name, write_text
 
 KILLS = int(os.environ.get("TORCHGUARD_KILLS", "60"))  # 500 for a release
 
@@ -242,17 +243,48 @@ class TestSave:
         assert same(mapped, OLD)
         assert same(torch.load(path), OLD)
 
-    def test_two_processes_save_to_one_path(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.pt"
-        states = [{"weight": torch.full((5_000,), float(i)), "step": i} for i in range(2)]
-        torchguard.save(states[0], path)
 
-        def write(_: int, state: dict[str, Any]) -> None:
-            torchguard.save(state, path, fsync=False)
+# What else replaces files.
 
-        children = [start(repeat, 50, functools.partial(write, state=state)) for state in states]
-        for _ in range(50):
-            loaded = torch.load(path)
-            assert any(same(loaded, state) for state in states)
-        assert [status(child) for child in children] == [0, 0]
-        assert not left(tmp_path)
+
+def test_a_text_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "buckets.json"
+    write_text(path, "old")
+    with size_limited(100), pytest.raises(OSError, match="too large"):
+        write_text(path, "new" * 100)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["buckets.json"]
+
+
+def test_a_writer_that_puts_another_file_there_holds_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As safetensors and shutil.move do; without its lock it looks abandoned."""
+    path, fsync = tmp_path / "model.pt", os.fsync
+
+    def write(temporary: str) -> None:
+        (tmp_path / "other").write_text("new")
+        (tmp_path / "other").replace(temporary)
+
+    def another_process(descriptor: int) -> None:
+        _files.remove_abandoned(str(tmp_path), "model")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", another_process)
+    replace_file(str(path), write)
+    assert path.read_text() == "new"
+
+
+def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows."""
+    monkeypatch.setattr(_files, "fcntl", None)
+    left = tmp_path / temporary_name("model")
+    left.touch()
+    (tmp_path / temporary_name()).mkdir()
+    write_text(tmp_path / "model.pt", "x")
+    with torchguard.checkpoint_folder(tmp_path / "run") as new:
+        (new / "a").touch()
+    assert left.exists()
+    assert len(names(tmp_path)) == 5
+    with pytest.raises(OSError, match="no locks"), locked_file(str(left)):
+        pass

@@ -81,12 +81,16 @@ def test_what_is_whole_loads_and_what_is_not_changes_nothing(tmp_path: Path) -> 
     assert 0.2 < sum(found) / len(found) < 0.8
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_cut_off_or_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"weight": torch.ones(300)}, path)
     path.write_bytes(path.read_bytes()[:-100])
     assert main(["verify", str(path)]) == 1
     assert "NOT whole" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "a.pt")]) == 2
+    assert "there is nothing at" in capsys.readouterr().err
     assert "is cut off or damaged" in torchguard.verify_checkpoint(path).faults[0]
 
 
@@ -98,11 +102,6 @@ def test_a_name_in_the_directory_that_is_no_text(tmp_path: Path) -> None:
     path.write_bytes(data)
     (fault,) = torchguard.verify_checkpoint(path).faults
     assert "its directory is not what was written" in fault
-
-
-def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(tmp_path / "a.pt")]) == 2
-    assert "there is nothing at" in capsys.readouterr().err
 
 
 def test_a_file_that_an_index_lists_is_missed(tmp_path: Path) -> None:

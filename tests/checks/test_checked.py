@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import torchguard
-from support.child_process import output_of
 from support.modes import DispatchMode, FunctionMode
 from torchguard.checks import calls
 from torchguard.errors import IndexOutOfRangeError, TorchGuardError, ZeroDivisorError
 
 X = torch.arange(12.0).reshape(4, 3)
 BAD = torch.tensor([0, 4])
+ONE, TRUE = torch.tensor([1, 0]), torch.tensor([True, True])
+DEEP, DIAGONAL = torch.arange(20.0).reshape(2, 2, 5), [[True, False], [False, True]]
 
 
 def raises(call: Callable[[], Any]) -> bool:
@@ -88,9 +90,24 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
     assert seen[0] == seen[1]
 
 
+# Compiled too.
+FINE: tuple[Callable[[], Any], ...] = (
+    lambda: torch.div(ONE, 1 - ONE) + ONE.divide(1 - ONE),
+    lambda: torch.ones(2).div_(ONE),
+    lambda: ONE.to(torch.int8) // TRUE,
+    lambda: ONE.to(torch.int32) % TRUE,
+    lambda: torch.remainder(cast(float, np.float32(2.5)), ONE),
+    lambda: DEEP[DIAGONAL, 4 - ONE],
+    lambda: DEEP[tuple(map(tuple, DIAGONAL)), 4 - ONE],
+    lambda: DEEP.clone().__setitem__((DIAGONAL, 4 - ONE), 1.0),
+)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize(
     "call",
     [
+        *FINE,
         lambda: X[..., torch.tensor(2)],
         lambda: X[[0, -4]],
         lambda: X[np.array([0, -4])],
@@ -101,6 +118,7 @@ def test_modes_and_subclasses_see_what_they_see_outside() -> None:
         lambda: functional.cross_entropy(torch.ones(1, 300), torch.tensor([255]).to(torch.uint8)),
         lambda: torch.tensor([1, 2]) / torch.tensor([0, 1]),
         lambda: torch.tensor([1.5]) // torch.tensor([0]),
+        lambda: DEEP[np.array(DIAGONAL, dtype=np.uint8), 4 - ONE],  # Dynamo has never learnt it
         lambda: X.to("meta")[torch.tensor([9]).to("meta")],
         lambda: torch.vmap(lambda x, i: x[i])(X, torch.tensor([[0], [-1], [2], [1]])),
         lambda: torch.vmap(lambda i: X.index_select(0, i))(torch.tensor([[0], [3]])),
@@ -118,9 +136,11 @@ def test_no_false_alarm(call: Callable[[], Any]) -> None:
     """What the samples of OpInfo lack: lists, arrays, empty and 0-d ones, transforms, columns."""
     bare = call()
     with torchguard.guarded("checks"):
-        checked = call()
-    if not checked.is_meta:
-        torch.testing.assert_close(checked, bare, rtol=0, atol=0, equal_nan=True)
+        found = [call()]
+        if call in FINE:
+            found.append(torch.compile(call, backend="aot_eager")())
+    if bare is None or not bare.is_meta:
+        torch.testing.assert_close(found, [bare] * len(found), rtol=0, atol=0, equal_nan=True)
 
 
 def test_fake_tensors() -> None:
@@ -194,31 +214,27 @@ def test_uninstall_reports_what_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> 
         assert not raises(lambda: X[BAD])
 
 
+class Own(torch.Tensor):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)
+
+
 def test_a_tensor_is_no_sequence_in_a_scope_and_after_it() -> None:
     """As in plain torch: setting ``__getitem__`` fills another slot of the class too."""
-    program = """
-        import ctypes, torch, torchguard
+    one, two, x = torch.tensor(1), torch.tensor(2), torch.arange(12).reshape(3, 4)
 
-        class Own(torch.Tensor):
-            def __getitem__(self, index):
-                return super().__getitem__(index)
+    def use() -> Any:
+        kinds = one, torch.nn.Parameter(torch.ones(())), torch.ones(()).as_subclass(Own)
+        are = [ctypes.pythonapi.PySequence_Check(ctypes.py_object(each)) for each in kinds]
+        return are, torch.tensor([one, two]).tolist(), x[[one, two], 1].tolist(), len([*x])
 
-        one, two, x = torch.tensor(1), torch.tensor(2), torch.arange(12).reshape(3, 4)
-
-        def use():
-            kinds = one, torch.nn.Parameter(torch.ones(())), torch.ones(()).as_subclass(Own)
-            are = [ctypes.pythonapi.PySequence_Check(ctypes.py_object(each)) for each in kinds]
-            return are, torch.tensor([one, two]).tolist(), x[[one, two], 1].tolist(), len([*x])
-
-        plain = use()
-        with torchguard.guarded("checks"):
-            print(use() == plain)
-        print(use() == plain)
-        with torchguard.install("checks"):
-            print(use() == plain)
-        print(use() == plain, plain[0])
-    """
-    assert output_of(program).splitlines() == [*["True"] * 3, "True [0, 0, 1]"]
+    plain = [0, 0, 1], [1, 2], [5, 9], 3
+    with torchguard.guarded("checks"):
+        assert use() == plain
+    assert use() == plain
+    with torchguard.install("checks"):
+        assert use() == plain
+    assert use() == plain
 
 
 def test_a_nested_list_of_other_lengths_is_torchs_error() -> None:

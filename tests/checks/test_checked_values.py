@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -142,37 +141,6 @@ CASES = (
         )
     ),
 )
-
-
-ONE, TRUE = torch.tensor([1, 0]), torch.tensor([True, True])
-DEEP, DIAGONAL = torch.arange(20.0).reshape(2, 2, 5), [[True, False], [False, True]]
-FINE: tuple[Callable[[], Any], ...] = (
-    lambda: torch.div(ONE, 1 - ONE) + ONE.divide(1 - ONE),
-    lambda: torch.ones(2).div_(ONE),
-    lambda: ONE.to(torch.int8) // TRUE,
-    lambda: ONE.to(torch.int32) % TRUE,
-    lambda: torch.remainder(cast(float, np.float32(2.5)), ONE),
-    lambda: DEEP[DIAGONAL, 4 - ONE],
-    lambda: DEEP[tuple(map(tuple, DIAGONAL)), 4 - ONE],
-    lambda: DEEP.clone().__setitem__((DIAGONAL, 4 - ONE), 1.0),
-)
-
-
-@pytest.mark.parametrize("call", FINE)
-def test_what_torch_takes_is_the_same_in_a_scope(call: Callable[[], Any]) -> None:
-    """Values and dtypes, eager and compiled: no false alarm."""
-    bare = call()
-    with torchguard.guarded("checks"):
-        for found in (call(), torch.compile(call, backend="aot_eager")()):
-            torch.testing.assert_close(found, bare, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-def test_a_mask_of_numpys_uint8() -> None:
-    """Dynamo has never learnt it."""
-    with torchguard.guarded("checks"):
-        found = DEEP[np.array(DIAGONAL, dtype=np.uint8), 4 - ONE]
-    assert found.equal(DEEP[DIAGONAL, 4 - ONE])
 
 
 def _values(case: Case, *values: Any) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchguard import guarded, install, rollback_on_error, safe_resize_
+from torchguard import install, rollback_on_error, safe_resize_
 from torchguard.state import process, tensors
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ WAYS = {
     "install, out=": Way(
         lambda t: torch.add(torch.ones(1).expand(HUGE), 1, out=t), lambda: install("out")
     ),
-    "guarded, resize_": Way(lambda t: t.resize_(HUGE), guarded),
     "rollback_on_error": Way(_in_a_block),
     "rollback_on_error with data": Way(_in_a_block_with_data, data=True),
 }

@@ -479,14 +479,6 @@ def shifts(x: Any) -> Any:
     return x * 1
 
 
-def test_where_compiled_code_and_eager_are_wrong_verified_runs_the_right_one() -> None:
-    torch.compiler.reset()
-    checked = torchguard.verified(shifts, backend="eager")
-    with pytest.warns(torchguard.MiscompilationWarning):
-        result = checked(torch.arange(24.0).reshape(4, 6))
-    assert np.array_equal(result.numpy(), shifts(np.arange(24.0).reshape(4, 6)))
-
-
 @pytest.mark.usefixtures("on")
 def test_the_padding_check_compares_with_the_truth() -> None:
     buckets = torchguard.Buckets([8, 16])

@@ -139,16 +139,19 @@ def steered(_module: Any, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:
     return output + 1
 
 
-def hooks_during_the_forward_only(step: Step) -> None:
+def hooks_and_a_forward_during_the_forward_only(step: Step) -> None:
     """Adapters that are switched on for a call, steering."""
+    original = step.other[0].forward
+    step.other[0].forward = lambda x: 3 * original(x)
     handles = [
         step.one[0].register_forward_hook(tripled),
         step.one[2].register_forward_pre_hook(tripled),
         step.one[4].register_forward_hook(steered, with_kwargs=True),
     ]
-    y = step.call(step.one, step.x)
+    y = step.call(lambda x: step.other[0](step.one(x)), step.x)
     for each in handles:
         each.remove()
+    del step.other[0].forward
     y.sin().sum().backward()
 
 
@@ -170,14 +173,6 @@ def a_hook_that_removes_itself(step: Step) -> None:
     y = step.call(lambda x: step.one[0](step.one[0](x)).sin(), step.x)
     y.sin().sum().backward()
     assert not step.one[0]._forward_hooks
-
-
-def forward_replaced_during_the_forward_only(step: Step) -> None:
-    original = step.one[0].forward
-    step.one[0].forward = lambda x: 3 * original(x)
-    y = step.call(step.one, step.x)
-    del step.one[0].forward
-    y.sin().sum().backward()
 
 
 def a_child_replaced_during_the_forward_only(step: Step) -> None:
@@ -205,8 +200,8 @@ def raising_in_the_first_run(step: Step) -> None:
         nested, backward_twice, backward_in_the_order_of_forward, backward_in_another_thread,
         under_autocast, evaluated_before_backward, without_early_stop, in_sequence, without_grad,
         with_other_parameters, buffer_replaced_before_backward, raising_in_the_first_run,
-        hooks_during_the_forward_only, hooks_after_the_forward_only, a_hook_that_removes_itself,
-        forward_replaced_during_the_forward_only, a_child_replaced_during_the_forward_only,
+        hooks_and_a_forward_during_the_forward_only, hooks_after_the_forward_only,
+        a_hook_that_removes_itself, a_child_replaced_during_the_forward_only,
     ],
 )  # fmt: skip
 def test_each_use_computes_what_it_computes_without_checkpoint(use: Any, reentrant: bool) -> None:
@@ -238,32 +233,24 @@ def selected() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
+def with_a_gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """Backward inside of the first run calls for the second run before the first has ended."""
+    h = model(x)
+    (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    return h + slope  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"context_fn": selected}, {"debug": True}, {"determinism_check": "none"},
-     {"preserve_rng_state": True}],
-    ids=lambda options: next(iter(options)),
+     {"preserve_rng_state": True}, {}],
+    ids=lambda options: next(iter(options), "a gradient penalty"),
 )  # fmt: skip
 def test_options_of_checkpoint_are_its_own(options: dict[str, Any]) -> None:
+    block: Any = nn.Module.__call__ if options else with_a_gradient_penalty
     outcomes = []
     for call in (plainly, safe_checkpoint):
         step = Step(functools.partial(call, **options), False)
-        step.call(step.one, step.x).sin().sum().backward()
-        outcomes.append(step.results())
-    assert all(map(torch.equal, *outcomes))
-
-
-def test_a_gradient_penalty_inside_the_block() -> None:
-    """Backward inside of the first run calls for the second run before the first has ended."""
-
-    def block(model: nn.Module, x: Tensor) -> Tensor:
-        h = model(x)
-        (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-        return h + slope  # type: ignore[no-any-return]
-
-    outcomes = []
-    for call in (plainly, safe_checkpoint):
-        step = Step(call, False)
         step.call(functools.partial(block, step.one), step.x).sin().sum().backward()
         outcomes.append(step.results())
     assert all(torch.allclose(a, b) for a, b in zip(*outcomes, strict=True))

@@ -30,14 +30,6 @@ def cat(x: Tensor) -> Tensor:
     return torch.cat([x, x])
 
 
-def bmm(x: Tensor) -> Tensor:
-    return torch.bmm(x[None], x[None].transpose(1, 2))
-
-
-def amax(x: Tensor) -> Tensor:
-    return torch.amax(x, 1)
-
-
 def norm(x: Tensor) -> Tensor:
     return torch.norm(x, dim=1)  # type: ignore[no-any-return]
 
@@ -59,7 +51,7 @@ def write(x: Tensor) -> Tensor:
 
 
 FUNCTIONS: tuple[Callable[[Tensor], Tensor], ...] = (
-    add, mm, cat, bmm, amax, norm, gather, one_hot, write,
+    add, mm, cat, norm, gather, one_hot, write,
 )  # fmt: skip
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(3, 3),

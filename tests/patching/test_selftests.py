@@ -53,27 +53,21 @@ def test_those_that_wait_for_dynamo_do_so_too(module: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _switched(switch: Callable[[Any], None], inside: Any, outside: Any) -> Iterator[None]:
+    switch(inside)
     yield
-    torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    switch(outside)
 
 
 SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "a default device": lambda: torch.device("meta"),
-    "a default dtype": lambda: _default_dtype(torch.float16),
+    "a default dtype": lambda: _switched(
+        torch.set_default_dtype, torch.float16, torch.get_default_dtype()
+    ),
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu"),
-    "deterministic algorithms": _deterministic,
+    "deterministic algorithms": lambda: _switched(torch.use_deterministic_algorithms, True, False),
     "detect_anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "a function mode": FunctionMode,
     "a dispatch mode": DispatchMode,

@@ -24,9 +24,6 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "TypeError: bucketed: dims is 'x', expected {argument: {dim: name}}, such as {'x': {1: 't'}}": (
         lambda: ANY.bucketed(dims="x", buckets=[4, 8])(lambda x: x * 2)
     ),
-    "ValueError: no defect 'buffer-updat' in the catalog; did you mean buffer-update": (
-        lambda: ANY.doctor(only="buffer-updat")
-    ),
     "TypeError: sliced_assign: t is of type ndarray, expected a torch.Tensor": (
         lambda: ANY.sliced_assign(np.ones(3), 0, 1.0)
     ),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import torchguard
 from support.compiled import Counting
-from support.modes import DispatchMode, FunctionMode, function_alone
+from support.modes import DispatchMode, FunctionMode
 from torchguard import OverlapWarning
 from torchguard.equivalence.operands import memory_of, shares_memory
 
@@ -124,9 +124,9 @@ def test_under_a_mode_the_lines_are_right_and_it_sees_no_more() -> None:
     """A default device is a mode of torch functions."""
     with torchguard.install("overlap"), torch.device("cpu"):
         assert wrong_lines() == set()
-    with FunctionMode(function_alone) as bare:
+    with FunctionMode() as bare:
         wrong_lines()
-    with torchguard.install("overlap"), FunctionMode(function_alone) as guarded:
+    with torchguard.install("overlap"), FunctionMode() as guarded:
         wrong_lines()
     assert guarded.seen == bare.seen
 

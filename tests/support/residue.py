@@ -19,20 +19,27 @@ BUILTINS = "TorchScript builtins"
 Snapshot = dict[str, dict[Any, Any]]
 
 
-def _namespaces() -> Snapshot:
-    found: Snapshot = {"torch.Tensor": dict(vars(torch.Tensor))}
-    found.update({name: dict(vars(sys.modules[name])) for name in MODULES})
-    if EVAL_FRAME in sys.modules:
-        # Its other attributes are state that compiling changes.
-        found[EVAL_FRAME] = {
-            name: value
-            for name, value in vars(sys.modules[EVAL_FRAME]).items()
-            if isinstance(value, (FunctionType, BuiltinFunctionType, type))
-        }
+def _owners() -> dict[str, Any]:
+    """Return what has the attributes, by name; of Dynamo once it is imported."""
+    found: dict[str, Any] = {"torch.Tensor": torch.Tensor}
+    names = (*MODULES, EVAL_FRAME)
+    found |= {name: sys.modules[name] for name in names if name in sys.modules}
     for module, name in DYNAMO_CLASSES.items():
         owner = getattr(sys.modules.get(module), name, None)
         if owner is not None:
-            found[f"{module}.{name}"] = dict(vars(owner))
+            found[f"{module}.{name}"] = owner
+    return found
+
+
+def _namespaces() -> Snapshot:
+    found: Snapshot = {name: dict(vars(owner)) for name, owner in _owners().items()}
+    if EVAL_FRAME in found:
+        # Its other attributes are state that compiling changes.
+        found[EVAL_FRAME] = {
+            name: value
+            for name, value in found[EVAL_FRAME].items()
+            if isinstance(value, (FunctionType, BuiltinFunctionType, type))
+        }
     table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
     # Other namespaces are libraries, inductor's for one, that register when they are imported.
     found[BUILTINS] = {
@@ -45,16 +52,8 @@ def _namespaces() -> Snapshot:
 
 def _identities() -> list[Any]:
     """Tell whether any of the namespaces has changed at all, without looking at their names."""
-    owners = [torch.Tensor, *(sys.modules[name] for name in MODULES)]
-    if EVAL_FRAME in sys.modules:
-        owners.append(sys.modules[EVAL_FRAME])
-    owners += [
-        owner
-        for module, name in DYNAMO_CLASSES.items()
-        if (owner := getattr(sys.modules.get(module), name, None)) is not None
-    ]
     table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
-    return [*(list(map(id, vars(owner).values())) for owner in owners), dict(table())]
+    return [*(list(map(id, vars(owner).values())) for owner in _owners().values()), dict(table())]
 
 
 def _is_packet(id_: int, name: str) -> bool:

@@ -381,10 +381,7 @@ def test_a_custom_operator_with_a_token_or_that_writes_runs_once() -> None:
 
 def test_with_other_ranks_a_custom_operator_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be an all-reduce: the schema does not say, and a second one would wait for ever."""
-    graph = torch.fx.Graph()
-    called = graph.call_function(torch.ops.torchguard_tests.pure.default, (graph.placeholder("x"),))
-    graph.output((called,))
-    module = torch.fx.GraphModule({}, graph)
+    module = torch.fx.symbolic_trace(lambda x: torch.ops.torchguard_tests.pure.default(x) + 1)
     assert why_not_twice(module) is None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

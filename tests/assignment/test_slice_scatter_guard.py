@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
 
-def by_function(x: torch.Tensor) -> list[torch.Tensor]:
+def in_every_form(x: torch.Tensor) -> list[torch.Tensor]:
+    """By function, by method and by operator."""
     row = x.new_ones(3)
     return [
         torch.slice_scatter(x, row[None], 0, 1, 2),
@@ -25,21 +26,9 @@ def by_function(x: torch.Tensor) -> list[torch.Tensor]:
         torch.slice_scatter(x, torch.ones(3, 3), 1),
         torch.select_scatter(x, row, 1, -1),
         torch.diagonal_scatter(x, row[:2], offset=1),
-    ]
-
-
-def by_method(x: torch.Tensor) -> list[torch.Tensor]:
-    row = x.new_ones(3)
-    return [
         x.slice_scatter(row[None], start=-1),
         x.select_scatter(row, dim=0, index=1),
         x.diagonal_scatter(row, dim1=1, dim2=0),
-    ]
-
-
-def by_operator(x: torch.Tensor) -> list[torch.Tensor]:
-    row = x.new_ones(3)
-    return [
         torch.ops.aten.slice_scatter(x, row[None], 0, 2, 9223372036854775807),
         torch.ops.aten.slice_scatter.default(x, row[None], 0, 0, 1),
         torch.ops.aten.select_scatter.default(x, row, 0, 0),
@@ -58,10 +47,7 @@ def under_vmap(x: torch.Tensor) -> list[torch.Tensor]:
     return [torch.func.vmap(_first)(x)]
 
 
-CASES = {
-    case.__name__: case
-    for case in (by_function, by_method, by_operator, in_a_checkpoint, under_vmap)
-}
+CASES = {case.__name__: case for case in (in_every_form, in_a_checkpoint, under_vmap)}
 
 
 def total(case: Callable[..., list[torch.Tensor]]) -> Callable[[torch.Tensor], Any]:
@@ -137,7 +123,7 @@ def test_it_is_skipped_with_a_reason_where_torch_is_right() -> None:
         assert installation.skipped == ({} if reason is None else {"slice_scatter": reason})
         assert installed() == (("slice_scatter",) if reason is None else ())
         if reason is not None:  # and then the graph is the one that it was
-            assert "slice_scatter" in targets("by_function")
+            assert "slice_scatter" in targets("in_every_form")
 
 
 def test_an_exported_program_keeps_its_operators() -> None:
@@ -153,7 +139,7 @@ def test_an_exported_program_keeps_its_operators() -> None:
 
 @pytest.mark.slow
 def test_under_inductor_the_guard_is_what_makes_the_gradient_right() -> None:
-    function = total(lambda x: by_function(x) + by_method(x))
+    function = total(in_every_form)
     expected = outcome(function)
     bare = outcome(torch.compile(function, fullgraph=True))
     torch._dynamo.reset()

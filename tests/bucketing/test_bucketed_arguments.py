@@ -101,12 +101,6 @@ class TestDeclarations:
         with pytest.raises(ValueError, match="axis 't' is 17 in x, but the largest bucket is 16"):
             wrap(double)(torch.ones(17))
 
-    def test_a_fill_that_the_dtype_cannot_hold_is_refused(self) -> None:
-        wrapped = wrap(double, fill={"x": -1})
-        wrapped(torch.ones(3))
-        with pytest.raises(TypeError, match="does not fit"):
-            wrapped(torch.ones(3, dtype=torch.uint8))
-
 
 class TestNotCompiled:
     def test_stats_say_so(self) -> None:

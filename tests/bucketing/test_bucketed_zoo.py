@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,18 @@ import torch
 from torch import nn
 
 from support.bucketed import in_time, same_gradients
-from support.zoo import ZOO, Architecture, _decoder, _encoder, named
-from torchguard import PaddingLeakError
+from support.zoo import (
+    _SEQ2SEQ,
+    _SIZES,
+    VOCABULARY,
+    ZOO,
+    Architecture,
+    _decoder,
+    _encoder,
+    _made,
+    named,
+)
+from torchguard import Buckets, PaddingLeakError, bucketed
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +125,73 @@ def test_what_mixes_positions_and_takes_no_mask_for_it_is_refused(each: Architec
     wrapped = in_time(each.build().train(), **options_of(each))
     with pytest.raises(PaddingLeakError, match="attention_mask was given: something in"):
         wrapped(**each.batch([7, 4]))
+
+
+# The table of docs/compile/bucketed.md, "What each family of models needs": each row runs.
+
+_PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "compile" / "bucketed.md"
+_ROWS = re.findall(
+    r"^\| [^|`]*: `(\w+)` \| `(dims=.*?)`[^`]*(?:`\w+`[^|]*)?\|$", _PAGE.read_text(), re.MULTILINE
+)
+assert len(_ROWS) == 7
+
+
+def made(name: str) -> Any:
+    pytest.importorskip("transformers")
+    stem, head = re.fullmatch("([A-Z].*?)(For.*|LMHead.*)", name).groups()  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    return _made(stem, head, {**_SIZES, **_SEQ2SEQ}, decoder_start_token_id=0)().eval()
+
+
+@pytest.mark.parametrize(("name", "written"), _ROWS)
+def test_a_row_runs_and_equals_the_model(name: str, written: str) -> None:
+    model = made(name)
+    options = eval(f"dict({written})", {})  # noqa: S307 - a row of our own page
+    wrapped = bucketed(model, buckets=Buckets([8, 16]), **options)
+    lengths = {"t": 5, "s": 9}
+    inputs: dict[str, Any] = {
+        argument: torch.randint(1, 2, (2, lengths[dims[1]]))
+        if argument in {"labels", "token_type_ids"}
+        else torch.randint(3, VOCABULARY, (2, lengths[dims[1]]))
+        for argument, dims in options["dims"].items()
+    }
+    if "position_ids" in inputs:  # those that generate() makes
+        inputs["position_ids"] = torch.arange(lengths["t"]).expand(2, -1)
+    if "Bert" not in name:
+        inputs["use_cache"] = False
+    found, expected = wrapped(**inputs), model(**inputs)
+    torch.testing.assert_close(found.logits, expected.logits)
+    if "labels" in inputs:
+        torch.testing.assert_close(found.loss, expected.loss)
+    assert wrapped.stats().waste > 0
+    for one, other in zip(
+        found.get("router_logits", ()), expected.get("router_logits", ()), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("lengths", "sampled"), [([6, 3], True), ([2, 12], False)], ids=str)
+def test_generate_by_its_row_gives_the_tokens_of_the_model(
+    lengths: list[int], sampled: bool
+) -> None:
+    model = made("GPT2LMHeadModel")
+    written = dict(_ROWS)["GPT2LMHeadModel"]
+    options = eval(f"dict({written})", {})  # noqa: S307 - a row of our own page
+    wrapped = bucketed(model, buckets=Buckets([8, 16, 32]), **options)
+    longest = max(lengths)
+    mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
+    prompt = torch.randint(3, VOCABULARY, mask.shape) * mask
+    found, expected = (
+        seeded(each, prompt, attention_mask=mask, do_sample=sampled) for each in (wrapped, model)
+    )
+    assert torch.equal(found, expected)
+    assert found.shape == (len(lengths), longest + 6)
+    assert wrapped.stats().calls == 6
+
+
+def seeded(model: Any, prompt: torch.Tensor, **given: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    tokens: torch.Tensor = model.generate(
+        prompt, max_new_tokens=6, min_new_tokens=6, use_cache=False, **given
+    )
+    return tokens

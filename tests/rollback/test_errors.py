@@ -48,15 +48,11 @@ def test_shared_memory_that_can_not_grow_is_described(name: str) -> None:
 
 
 MESSAGES: dict[str, Callable[[], Any]] = {
-    r"safe_resize_: tensor is of type ndarray, expected a torch\.Tensor": (
-        lambda: torchguard.safe_resize_(ARRAY, 2)
-    ),
-    r"safe_resize_as_: tensor is of type ndarray, expected a torch\.Tensor": (
+    "safe_resize_: tensor is of type ndarray, expected": lambda: torchguard.safe_resize_(ARRAY, 2),
+    "safe_resize_as_: tensor is of type ndarray, expected a torch": (
         lambda: torchguard.safe_resize_as_(ARRAY, plain())
     ),
-    r"safe_set_: tensor is of type ndarray, expected a torch\.Tensor": (
-        lambda: torchguard.safe_set_(ARRAY, plain())
-    ),
+    "safe_set_: tensor is of type ndarray": lambda: torchguard.safe_set_(ARRAY, plain()),
     r"rollback_on_error: objects\[1\] is of type int, expected a tensor, a module, an optimizer": (
         lambda: torchguard.rollback_on_error(plain(), 3)
     ),

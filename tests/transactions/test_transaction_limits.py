@@ -17,6 +17,16 @@ def setup() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+class Unseen(torch.optim.Optimizer):
+    """Does not call ``Optimizer.__init__``, which puts the hooks around ``step()``."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups, self.state, self.defaults = [{"params": list(parameters)}], {}, {}  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 def test_what_cannot_be_undone_or_understood_is_refused() -> None:
     def refused(error: type[Exception], match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(error, match=match):
@@ -30,6 +40,8 @@ def test_what_cannot_be_undone_or_understood_is_refused() -> None:
     refused(TypeError, "model is of type int", 3, optimizer)
     refused(TypeError, "scaler is of type StepLR.*scheduler=", model, optimizer, scheduler)
     refused(TypeError, "LBFGS", model, torch.optim.LBFGS(model.parameters()))
+    unseen = Unseen(model.parameters())
+    refused(TypeError, r"Unseen.step\(\) calls no hooks of torch.optim", model, unseen)
     refused(ValueError, "no shape yet", nn.LazyLinear(1), optimizer)
     refused(ValueError, "undo is 'some'", model, optimizer, undo="some")
     match = "skip_nonfinite=True with a GradScaler"

@@ -171,15 +171,6 @@ def test_moments_go_to_the_parameters_of_the_same_names() -> None:
         assert torch.equal(optimizer.state[ours]["exp_avg"], moment)
 
 
-def test_half_a_step_is_neither_saved_nor_loaded() -> None:
-    training = Training(0)
-    state = training.step.state_dict()
-    with training.step:
-        for call in (training.step.state_dict, lambda: training.step.load_state_dict(state)):
-            with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
-                call()
-
-
 # ---- a position in the data ----
 
 
@@ -274,8 +265,6 @@ def test_gradients_accumulate_over_parts_and_are_those_of_the_whole_batch(parts:
         models.append(list(model.parameters()))
     assert sizes == {1: [7], 2: [4, 3], 3: [3, 3, 1], 99: [1] * 7}[parts]
     torch.testing.assert_close(models[1], models[0])
-    with pytest.raises(ValueError, match="parts is 0, expected a number of 1 or more"):
-        step.run(loss_of, torch.ones(1, 3), parts=0)
 
 
 def test_a_plateau_steps_with_the_metric() -> None:
@@ -293,5 +282,3 @@ def test_a_plateau_steps_with_the_metric() -> None:
     losses = [step.run(lambda x: model(x).mean(), torch.ones(1, 1), metric=metric) for _ in "abc"]
     assert [each.item() for each in seen] == [each.item() for each in losses]
     assert optimizer.param_groups[0]["lr"] == 0.25
-    with pytest.raises(TypeError, match="metric is of type float, expected a function"):
-        step.run(lambda x: model(x).mean(), torch.ones(1, 1), metric=1.0)  # type: ignore[arg-type]

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import torchguard
-from support.child_process import output_of
+from support.child_process import output_of, wait_until_gone
 from support.planted import STEPS, row
-from support.processes import wait_until_gone
 from torchguard.defects.catalog import FAMILIES, all_defects, all_ids
 from torchguard.defects.diagnosis import DoctorReport
 

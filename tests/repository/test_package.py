@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -61,17 +61,9 @@ def test_wheel(dist: dict[str, Path]) -> None:
     assert "torchguard/py.typed" in held
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as opened:
-        if hasattr(tarfile, "data_filter"):
-            opened.extractall(folder, filter="data")
-        else:  # an old patch release of Python 3.10
-            opened.extractall(folder)  # noqa: S202  our own
-
-
 def test_source_distribution(dist: dict[str, Path], tmp_path: Path) -> None:
     """It is whole, and builds the same bytes again: in another folder, at another time."""
-    unpack(dist[".gz"], tmp_path)
+    shutil.unpack_archive(dist[".gz"], tmp_path)
     [source] = tmp_path.iterdir()
     files = ("tests/repository/test_package.py", "docs/conf.py", "CONTRIBUTING.md", "SECURITY.md")
     for name in files:

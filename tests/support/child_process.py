@@ -31,9 +31,8 @@ LIMIT = 400
 
 _LIMITED = f"import faulthandler; faulthandler.dump_traceback_later({LIMIT}, exit=True)\n"
 
-_processes: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-if sys.platform == "linux":
-    _processes.set_forkserver_preload(["torch"])
+_processes: Any = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch"])
 
 
 class _Program(NamedTuple):
@@ -49,8 +48,7 @@ class _Program(NamedTuple):
 
     def run(self) -> None:
         """Run the program as the main module of this process."""
-        if os.name == "posix":
-            os.setpgid(0, 0)  # a group that is killed together
+        os.setpgid(0, 0)  # a group that is killed together
         for number, name in ((0, os.devnull), (1, self.out), (2, self.err)):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - multiprocessing closed it
@@ -76,11 +74,9 @@ class _Program(NamedTuple):
 class _Running:
     """A program that has been started."""
 
-    def __init__(
-        self, source: str, argv: list[str], file: str | None, output: str, environment: Any = None
-    ) -> None:
+    def __init__(self, source: str, argv: list[str], file: str | None, output: str) -> None:
         names = f"{output}.out", f"{output}.err"
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})}
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
         self._program = _Program(source, argv, file, *names, str(Path.cwd()), environment)
         self._begun = time.monotonic()
         self._process = _processes.Process(target=self._program.run)
@@ -90,9 +86,8 @@ class _Running:
         """Wait for the end of the program, and end what it has left running."""
         # It ends itself, with its stacks. This is for one that can't: it was stopped.
         self._process.join(self._begun + LIMIT + 30 - time.monotonic())
-        if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         texts = (
@@ -169,3 +164,17 @@ def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]
     errors = [each.stdout + each.stderr for each in done]
     assert [each.returncode for each in done] == [0] * count, "\n".join(errors)
     return [json.loads(each.stdout.splitlines()[-1]) for each in done]
+
+
+def wait_until_gone(pid: int) -> bool:
+    """Wait until a process has ended; one that no parent waits for stays as a zombie."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state.split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False

@@ -2,8 +2,7 @@
 
 The blocks of a page run in order and share their names, as a reader would type them. What a block
 prints has to be what its comments ``# -> text`` say, line by line. A word after ``python`` makes a
-block a program of its own: ``python script`` has to end well, ``python dies`` has to be killed by
-a signal.
+block a program of its own: ``python script`` has to end well.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from support.child_process import run_python
 
 _EXPECTED = re.compile(r"# -> (.*)$")
-_KINDS = ("", "script", "dies")
+_KINDS = ("", "script")
 _BEGINS = "\x1e\n"
 """What a page's program prints where a block begins."""
 
@@ -84,8 +83,6 @@ def _run_alone(block: Block) -> str:
         return f"a Python block is one of {_KINDS}, this one says {block.kind!r}"
     with tempfile.TemporaryDirectory() as folder:
         done = run_python(block.code, folder=Path(folder))
-    if block.kind == "dies":
-        return "" if done.returncode < 0 else f"did not die, exit status {done.returncode}"
     if done.returncode != 0:
         return f"ended with {done.returncode}\n{done.stderr}"
     return _difference(block, done.stdout)

@@ -51,11 +51,7 @@ class zero_grad:  # noqa: N801  one of the ways, and those are functions
         pass
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is not None:
-            self.clean_up()
-
-    def clean_up(self) -> None:
-        for optimizer in self.training.optimizers:
+        for optimizer in self.training.optimizers if error_type is not None else ():
             optimizer.zero_grad()
 
 

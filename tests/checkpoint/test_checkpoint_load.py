@@ -1,14 +1,8 @@
-"""load() and checkpoint_folder(): damage is found, several files are shown in one step."""
+"""load(): damage is found."""
 
 from __future__ import annotations
 
-import functools
-import os
 import pickle
-import random
-import re
-import sys
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +11,7 @@ import pytest
 import torch
 
 import torchguard
-from support.writers import OLD, kill_after, left, names, repeat, same, start, status
+from support.writers import OLD, same
 
 
 class TestLoad:
@@ -142,107 +136,3 @@ class TestLoad:
             with pytest.raises(Exception, match=r".") as refused:
                 torchguard.load(tmp_path / name)
             assert not isinstance(refused.value, torchguard.DamagedFileError)
-
-
-class TestFolder:
-    def test_shows_all_files_at_once_and_keeps_the_newest(self, tmp_path: Path) -> None:
-        path = tmp_path / "checkpoint"
-        for step in range(5):
-            with torchguard.checkpoint_folder(path, keep=3) as new:
-                torch.save(step, new / "a.pt")
-                assert not path.exists() or torch.load(path / "a.pt") == step - 1
-                (new / "sub").mkdir()
-                torch.save(step, new / "sub" / "b.pt")
-            assert torch.load(path / "a.pt") == torch.load(path / "sub" / "b.pt") == step
-        with pytest.raises(KeyboardInterrupt), torchguard.checkpoint_folder(path) as new:
-            torch.save(5, new / "a.pt")
-            raise KeyboardInterrupt
-        assert torch.load(path / "a.pt") == 4
-        found = names(tmp_path)
-        assert found == ["checkpoint", "checkpoint.3", "checkpoint.4", "checkpoint.5"]
-
-    def test_killed_at_any_moment(self, tmp_path: Path) -> None:
-        """Two files never belong to two checkpoints."""
-        path = tmp_path / "checkpoint"
-        moments = random.Random(2)  # noqa: S311
-
-        def write(first: int, turn: int = 0) -> None:
-            step = first + turn
-            with torchguard.checkpoint_folder(path, keep=2, fsync=False) as new:
-                torch.save(step, new / "a.pt")
-                torch.save(step, new / "b.pt")
-
-        write(0)
-        for turn in range(1, 41):
-            child = start(repeat, 1000, functools.partial(write, turn * 1000))
-            kill_after(moments.uniform(0, 0.02), child)
-            assert torch.load(path / "a.pt") == torch.load(path / "b.pt")
-            for each in tmp_path.glob("checkpoint.[0-9]*"):
-                assert torch.load(each / "a.pt") == torch.load(each / "b.pt")
-        # Of a folder in which nothing was written yet nothing is said.
-        told = any(
-            each.is_symlink() or any(each.iterdir())
-            for each in map(tmp_path.joinpath, left(tmp_path))
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            write(-1)
-        for warned in caught:
-            assert re.search("a process was stopped.*Whole are: checkpoint", str(warned.message))
-        assert bool(caught) <= told
-        assert not left(tmp_path)
-
-    def test_two_processes(self, tmp_path: Path) -> None:
-        path = tmp_path / "checkpoint"
-
-        def write(number: int, _: int = 0) -> None:
-            with torchguard.checkpoint_folder(path, keep=1, fsync=False) as new:
-                torch.save(number, new / "a.pt")
-
-        write(0)
-        children = [start(repeat, 40, functools.partial(write, number)) for number in (1, 2)]
-        assert [status(child) for child in children] == [0, 0]
-        assert torch.load(path / "a.pt") in {1, 2}
-        assert len(names(tmp_path)) == 2
-
-    def test_another_process_removes_the_new_folder_before_it_is_locked(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A folder without a lock looks abandoned, for the moment between mkdir and flock."""
-        taken: list[Any] = []
-        opened = os.open
-
-        def open_(path: Any, *arguments: Any, **options: Any) -> int:
-            if not taken and Path(path).name.startswith(".torchguard-"):
-                taken.append(path)
-                Path(path).rmdir()
-            return opened(path, *arguments, **options)
-
-        monkeypatch.setattr(os, "open", open_)
-        with torchguard.checkpoint_folder(tmp_path / "checkpoint") as new:
-            torch.save(1, new / "a.pt")
-        assert torch.load(tmp_path / "checkpoint" / "a.pt") == 1
-        assert taken
-
-
-class TestTheLinkIsNotTheFolder:
-    def test_writing_to_the_link_of_an_older_checkpoint(self, tmp_path: Path) -> None:
-        path = tmp_path / "checkpoint"
-        with torchguard.checkpoint_folder(path) as new:
-            torch.save(1, new / "model.pt")
-        with (
-            pytest.raises(torchguard.errors.SaveError, match=r"wrote model.pt into .*new / "),
-            torchguard.checkpoint_folder(path),
-        ):
-            torch.save(2, path / "model.pt")
-
-    @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
-    def test_writing_to_a_link_that_is_not_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "checkpoint"
-        with pytest.raises(RuntimeError) as raised, torchguard.checkpoint_folder(path):
-            torch.save(1, path / "model.pt")
-        (note,) = raised.value.__notes__  # type: ignore[attr-defined]
-        assert "Write into the folder that is yielded" in note
-        with pytest.raises(RuntimeError) as raised, torchguard.checkpoint_folder(path) as new:
-            torch.save(1, new / "none" / "model.pt")
-        assert not hasattr(raised.value, "__notes__")

@@ -262,6 +262,7 @@ RIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
     "x[:, :] = x[:, 1:2]": lambda x: x.__setitem__((slice(None),) * 2, x[:, 1:2]),
     "x[x > 5] = x[2, 2]": lambda x: x.__setitem__(x > 5, x[2, 2]),
     "torch.maximum(x, x[1], out=x)": lambda x: torch.maximum(x, x[1], out=x),
+    "torch.where(m, x, x[1], out=x)": lambda x: torch.where(x > 5, x, x[1], out=x),
     "torch.cumsum(x, 0, out=x)": lambda x: torch.cumsum(x, 0, out=x),
     "torch.addmm(x, a, b, out=x)": lambda x: torch.addmm(x, x.t() * 2, x * 3, out=x),
 }

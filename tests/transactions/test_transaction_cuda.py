@@ -60,16 +60,3 @@ def test_a_batch_that_finds_no_memory_is_run_in_parts(device: str) -> None:
         step.run(loss_of, (x_bf, y_b), retry="halve")
     assert len(errors) == 1
     torch.testing.assert_close([p.detach() for p in in_parts.parameters()], expected)
-
-
-@each_device
-def test_random_numbers_of_the_device_are_drawn_again(device: str) -> None:
-    model = nn.Linear(F, 1).to(device)
-    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
-    torch.rand(1, device=device)
-    drawn: list[torch.Tensor] = []
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError), step:
-            drawn.append(torch.rand(3, device=device))
-            raise ZeroDivisionError
-    assert torch.equal(*drawn)

@@ -245,26 +245,7 @@ def test_a_rollback_loads_what_the_block_has_changed_and_nothing_else() -> None:
         assert (holder.number, holder.loads) == (0, change)
 
 
-# ---- step.run(parts=, metric=) ----
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 99])
-def test_gradients_accumulate_over_parts_and_are_those_of_the_whole_batch(parts: int) -> None:
-    models = []
-    for number in (1, parts):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).double()
-        step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        sizes: list[int] = []
-
-        def loss_of(x: torch.Tensor, model: Any = model, sizes: list[int] = sizes) -> torch.Tensor:
-            sizes.append(len(x))
-            return model(x).square().mean()  # type: ignore[no-any-return]
-
-        step.run(loss_of, torch.randn(7, 3).double(), parts=number)
-        models.append(list(model.parameters()))
-    assert sizes == {1: [7], 2: [4, 3], 3: [3, 3, 1], 99: [1] * 7}[parts]
-    torch.testing.assert_close(models[1], models[0])
+# ---- step.run(metric=) ----
 
 
 def test_a_plateau_steps_with_the_metric() -> None:

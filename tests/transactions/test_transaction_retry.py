@@ -102,17 +102,24 @@ class TestAStepInOnePart:
 class TestOutOfMemory:
     @pytest.mark.parametrize("scale", [None, 1024.0])
     @pytest.mark.parametrize(
-        ("samples", "limit", "sizes"),
-        [(8, 3, [8, 4, 2, 2, 2, 2]), (7, 4, [7, 4, 3])],
+        ("samples", "limit", "parts", "sizes"),
+        [
+            *((8, 3, 1, [8, 4, 2, 2, 2, 2]), (7, 4, 1, [7, 4, 3])),
+            *((7, 9, 2, [4, 3]), (7, 9, 3, [3, 3, 1]), (7, 9, 99, [1] * 7)),
+        ],
     )
     @pytest.mark.filterwarnings("ignore:a batch of . samples")
     def test_runs_the_batch_in_parts_whose_gradient_is_that_of_the_whole(
-        self, samples: int, limit: int, sizes: list[int], scale: float | None
+        self, samples: int, limit: int, parts: int, sizes: list[int], scale: float | None
     ) -> None:
         """Parts of unequal size have their share; before_step sees gradients without the scale."""
         plain, made = Setup(samples), Setup(samples, scale)
         loss = made.step.run(
-            made.too_large_for(limit), made.batch, retry="halve", before_step=made.note
+            made.too_large_for(limit),
+            made.batch,
+            parts=parts,
+            retry="halve" if parts == 1 else None,
+            before_step=made.note,
         )
         assert made.sizes == sizes
         torch.testing.assert_close(loss, plain.plain_step())

@@ -1,4 +1,4 @@
-"""What can be scripted, traced, exported and pickled without the guards can be with them."""
+"""What can be scripted, traced and exported without the guards can be with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.child_process import output_of
 from torchguard import guarded, install
 from torchguard.patching.guards import GUARDS
 
@@ -106,27 +105,3 @@ def test_what_is_recorded_or_scripted_is_the_same(names: Any, bare: tuple[Any, A
     assert recorded() == bare[1]
     with install(*names, only_if_needed=False):
         assert made() == bare[0]
-
-
-SPAWN = """
-import functools, multiprocessing, sys
-import torch, torchguard
-from torch.nn import functional as F
-
-if __name__ == "__main__":
-    torchguard.install("all", only_if_needed=False)
-    work = [functools.partial(F.one_hot, num_classes=3), functools.partial(torch.gather, dim=0),
-            torch.add, torch.Tensor.add_, F.cross_entropy]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(work[0], (torch.tensor([2]),)).tolist())
-        print(pool.apply(repr, (work[2:4],)))
-"""
-
-
-def test_a_function_is_sent_to_a_spawned_process(tmp_path: Any) -> None:
-    """It finds PyTorch's own there."""
-    script = tmp_path / "script.py"
-    script.write_text(SPAWN)
-    found = output_of(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')")
-    assert found.splitlines()[0] == "[[0, 0, 1]]"
-    assert "built-in method add" in found

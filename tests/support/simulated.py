@@ -131,18 +131,10 @@ def _version_counter_stays(original: Any) -> Any:
 
 def _another_reentrant(checkpoint: Any) -> None:
     """``checkpoint()`` applies another class than ``CheckpointFunction``."""
-    later = types.new_class(
-        "CheckpointFunctionOfLater", (checkpoint.CheckpointFunction.__base__,), {},
-        lambda body: body.update({
-            name: value for name, value in vars(checkpoint.CheckpointFunction).items()
-            if name in {"forward", "backward"}
-        }),
-    )  # fmt: skip
-    checkpoint.CheckpointFunctionOfLater = later
-    for function in _functions(checkpoint):
-        function.__code__ = _rewritten(
-            function.__code__, "CheckpointFunction", "CheckpointFunctionOfLater"
-        )
+    now = checkpoint.CheckpointFunction
+    both = {name: vars(now)[name] for name in ("forward", "backward")}
+    uncalled(f"{_CHECKPOINT}.CheckpointFunction")
+    checkpoint.CheckpointFunction_of_later = type(now)("OfLater", now.__bases__, both)
 
 
 def _local_renamed(name: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import torchguard
 from support.kinds import plain
@@ -15,36 +14,6 @@ from torchguard import InconsistentTensorError, TorchGuardError
 from torchguard.errors import NonResizableStorageError, PatchConflictError
 
 ARRAY: Any = np.ones(3)
-
-
-def shared() -> torch.Tensor:
-    return torch.ones(2, 3).share_memory_()  # type: ignore[no-any-return]
-
-
-def _installed_resize() -> Any:
-    with torchguard.install():
-        return shared().resize_(100)
-
-
-def _guarded_out() -> Any:
-    with torchguard.guarded():
-        return torch.add(torch.ones(100), 1, out=shared())
-
-
-SHARED: dict[str, Callable[[], Any]] = {
-    "safe_resize_": lambda: torchguard.safe_resize_(shared(), 100),
-    "safe_resize_as_": lambda: torchguard.safe_resize_as_(shared(), torch.ones(100)),
-    "safe_set_": lambda: torchguard.safe_set_(shared(), shared().untyped_storage(), 0, (100,)),
-    "resize_": _installed_resize,
-    "out=": _guarded_out,
-}
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_memory_that_can_not_grow_is_described(name: str) -> None:
-    text = rf"^{name}: .*\(2, 3\) would need 400 bytes.* holds 24 bytes.*\.share_memory_\(\)"
-    with pytest.raises(NonResizableStorageError, match=text):
-        SHARED[name]()
 
 
 MESSAGES: dict[str, Callable[[], Any]] = {

@@ -272,19 +272,23 @@ def test_torch_itself_corrupts_every_kind(kind: Kind) -> None:
     assert corrupted >= ({"resize_", "set_"} if kind.has_metadata else {"resize_"})
 
 
+CANNOT_GROW = r"^(safe_)?(resize_|resize_as_|set_): .*\) would need \d+ bytes.* holds \d+ bytes.*\.share_memory_"
+
+
 @each_way
-def test_a_storage_in_shared_memory_that_is_too_small_is_not_set(way: Way) -> None:
+def test_a_storage_in_shared_memory_that_is_too_small_is_described(way: Way) -> None:
     calls: tuple[Callable[[Way, torch.Tensor], Any], ...] = (
         lambda way, shared: way.set_(torch.empty(0), shared.untyped_storage(), 0, (1000,)),
         lambda way, shared: way.set_(torch.empty(0), shared, 0, (1000,), (1,)),
         lambda way, shared: way.set_(torch.empty(0), shared.untyped_storage(), 1000, (1,)),
         lambda way, shared: way.set_(torch.empty(0), shared.untyped_storage(), 1000, ()),
         lambda way, _: way.resize_(torch.empty(0).share_memory_(), ()),
+        lambda way, shared: way.resize_as_(shared, torch.ones(1000)),
     )
     for call in calls:
         shared = torch.ones(4).share_memory_()
         before = state(shared)
-        with way.scope(), pytest.raises(NonResizableStorageError):
+        with way.scope(), pytest.raises(NonResizableStorageError, match=CANNOT_GROW):
             call(way, shared)
         assert differences(before, state(shared)) == {}
 

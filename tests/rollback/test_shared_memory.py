@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,9 @@ OUT: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+CANNOT_GROW = r"out=: .*\) would need \d+ bytes.* holds \d+ bytes.*\.share_memory_\(\)"
+
+
 def _grow(kind: str) -> list[str]:
     """Try every operation; say what went wrong."""
     wrong = []
@@ -92,7 +96,8 @@ def _grow(kind: str) -> list[str]:
         changed = differences(before, state(tensor))
         if changed.pop("version", None):  # it may move on,
             changed.pop("grad_fn", None)  # and torch then makes another one for a view
-        if changed or not isinstance(error, NonResizableStorageError):
+        is_described = re.match(CANNOT_GROW, str(error))
+        if changed or not is_described or not isinstance(error, NonResizableStorageError):
             wrong.append(f"{name}: {error!r}, {changed}")
     return wrong
 

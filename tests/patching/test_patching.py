@@ -15,13 +15,7 @@ import torch
 from support.child_process import output_of
 from torchguard import install
 from torchguard._torch import patch
-from torchguard.patching.guards import GUARDS, GuardName
-
-EVERYTHING: tuple[GuardName, ...] = (
-    "resize", "out", "verified", "save", "load", "numpy", "overlap", "recompute",
-    "checks",
-)  # fmt: skip
-
+from torchguard.patching.guards import GUARDS
 
 # Read while nothing is installed: a guard looks for builtins of torch.
 PATHS = [path for guard in GUARDS.values() for path in guard.replacements() if patch.exists(path)]
@@ -38,7 +32,7 @@ def live(path: str) -> Any:
 def test_what_torch_shows_of_a_function_is_shown_of_what_is_patched() -> None:
     """Name, place, signature, docstring, ``help()``; for what has no signature, one of anything."""
     assert len(PATHS) > 300
-    with install(*EVERYTHING):
+    with install("all", only_if_needed=False):
         for path in PATHS:
             function, bare = live(path), patch.original(path)
             owner, _, name = path.rpartition(".")
@@ -68,7 +62,7 @@ def test_a_function_is_pickled_by_its_name() -> None:
     """Loaded after uninstall() it is torch's own, also where there is no torchguard; what was kept
     is refused.
     """
-    with install(*EVERYTHING):
+    with install("all", only_if_needed=False):
         patched = {path: live(path) for path in PATHS}
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
             pickled = pickle.dumps(patched, protocol)

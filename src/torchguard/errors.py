@@ -19,7 +19,10 @@ class TorchGuardError(Exception):
 
 
 class NonResizableStorageError(TorchGuardError, RuntimeError):
-    """Raised before anything is touched, if torch would kill the process."""
+    """Raised before anything is touched, if torch would kill the process.
+
+    A ``RuntimeError``, because that is what torch raises for every other storage that can't grow.
+    """
 
 
 @public

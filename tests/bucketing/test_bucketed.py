@@ -176,6 +176,16 @@ class TestWhatIsProven:
             torch.testing.assert_close(wrapped(x), x.cumsum(1))
             assert len(runs) == 1, length
 
+    def test_a_function_that_takes_no_short_input_is_proven_with_longer_ones(self) -> None:
+        wrapped, runs = self.counted(
+            lambda x: torch.nn.functional.conv1d(x[:, None], torch.ones(1, 1, 5)), buckets=[8, 32]
+        )
+        wrapped.warmup(torch.randn(2, 12))
+        assert wrapped.stats().proven == ((8,), (32,))
+        runs.clear()
+        assert wrapped(torch.randn(2, 13)).shape == (2, 1, 9)
+        assert len(runs) == 1
+
     def test_sizes_of_outputs_are_derived_where_nothing_is_checked(self) -> None:
         wrapped, runs = self.counted(lambda x: x[:, ::2], check_padding="never")
         wrapped.warmup(torch.randn(2, 5))
@@ -195,3 +205,15 @@ class TestWhatIsProven:
         torch.testing.assert_close(wrapped(x), x.mean(1))
         with pytest.raises(PaddingLeakError):
             wrapped(torch.randn(2, 7))
+
+    def test_a_mask_of_the_callers_is_cut_where_each_row_has_something_real(self) -> None:
+        def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            # Where all is masked, each weight is 1 / length.
+            return (torch.where(mask > 0, x, -1e9).softmax(1) * x).sum(1).mean()
+
+        mask = torch.ones(2, 6)
+        mask[1, :4] = 0
+        dims = {"x": {1: "t"}, "mask": {1: "t"}}
+        wrapped = in_time(attend, dims=dims, buckets=[8], mask="mask", compile=False)
+        wrapped.warmup(torch.randn(2, 6), mask)
+        assert wrapped.stats().proven == ((8,),)

@@ -60,6 +60,7 @@ class TestDeclarations:
             ({"dims": {"x": {0: 3}}}, r"dims\['x'\] is \{0: 3\}, expected \{dim: name\}"),
             ({"dims": {"x": (None, "t")}}, r"dims\['x'\]\[1\] is 't', expected \{dim: name\}"),
             ({"dims": {"x": {"t": 0}}}, r"is 0, expected \{dim: name\}"),
+            ({"dims": {"x": {0: "t"}, "z": None}}, "dims names 'z'"),
             ({"fill": {"z": 1}}, "fill names 'z'"),
             ({"buckets": {"u": LADDER}}, "buckets names 'u'"),
             ({"buckets": {}}, "no buckets for 't'"),
@@ -74,6 +75,11 @@ class TestDeclarations:
     def test_a_wrong_one_says_so(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=message):
             wrap(double, **{"dims": {"x": {0: "t"}}, **options})
+
+    def test_one_of_a_container_where_a_tensor_is(self) -> None:
+        message = r"dims has an entry for x\[0\], but x is a tensor, expected \{dim: name\}"
+        with pytest.raises(TypeError, match=message):
+            wrap(double, dims={"x": ({0: "t"},)})(torch.ones(2, 3))
 
     def test_options_by_position(self) -> None:
         by_position: Any = bucketed

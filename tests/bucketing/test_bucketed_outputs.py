@@ -130,7 +130,14 @@ def test_what_may_hide_memory_is_refused(hide: Any) -> None:
         wrap(lambda x: (x, hide(x * 2)))(torch.ones(5))
 
 
-@pytest.mark.parametrize("value", [None, "text", np.float32(2), torch.float32, Kind.ONE])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, "text", np.float32(2), Kind.ONE, range(2), slice(2)),
+        *(torch.float32, torch.strided, torch.channels_last),
+    ],
+    ids=str,
+)
 def test_what_holds_no_tensor_is_returned(value: Any) -> None:
     assert wrap(lambda x: (x, value))(torch.ones(5))[1] is value
 

@@ -80,6 +80,7 @@ NESTED: dict[str, tuple[Callable[[int], Any], Any, list[tuple[int, ...]]]] = {
     "array": (np.ones, {1: "t"}, [(2, 64)]),
     "list": (lambda n: list(range(n)), {1: "t"}, [(2, 64)]),
     "list of lists": (lambda n: [[1, 2]] * n, {1: "t"}, [(2, 64, 2)]),
+    "list of arrays": (lambda n: [np.ones(2)] * n, {1: "t"}, [(2, 64, 2)]),
     "square": (lambda n: {"x": torch.ones(n, n)}, {"x": {1: "t", 2: "t"}}, [(2, 64, 64)]),
     "tuple": (lambda n: (torch.ones(n), n), ({-1: "t"}, None), [(2, 64), (2,)]),
     "tuple in dict": (lambda n: {"a": (torch.ones(n), n)}, {"a": [{1: "t"}]}, [(2, 64), (2,)]),
@@ -90,6 +91,7 @@ NESTED: dict[str, tuple[Callable[[int], Any], Any, list[tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", NESTED)
 def test_rows_of_48_and_55_in_every_nesting(name: str) -> None:
     make, dims, shapes = NESTED[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,33 @@ def keeps_its_dynamic_sizes(x: torch.Tensor) -> torch.Tensor:
     total = torch.fft.fft(x).real + torch.norm(x, dim=1, keepdim=True)  # fft's shape resizes
     total = total + torch.nn.functional.gelu(x) + torch.special.erf(x)
     return total + torch.mul(x, 2, out=torch.empty_like(x))  # type: ignore[no-any-return]
+
+
+ASKED: dict[str, Callable[[Any], bool]] = {
+    "is": lambda op: op is torch.add,
+    "is not": lambda op: op is not torch.add,
+    "==": lambda op: op == torch.add,
+    "!=": lambda op: op != torch.add,
+    "in a tuple": lambda op: op in (torch.sub, torch.add),
+    "in a dict": lambda op: op in {torch.add: 1},
+    "key of a dict": lambda op: {torch.add: True, torch.mul: False}[op],
+    "another one": lambda _: torch.add is torch.mul,
+    "its name": lambda op: op.__name__ == "add",
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_what_is_asked_of_a_function_is_answered_as_in_eager(asked: Any, fullgraph: bool) -> None:
+    """Or raises, where PyTorch can't trace it: it never takes another branch."""
+
+    def branch(x: torch.Tensor, op: Any) -> torch.Tensor:
+        return x + 1 if asked(op) else x
+
+    with install("out"), contextlib.suppress(torch._dynamo.exc.Unsupported):
+        compiled = torch.compile(branch, backend="eager", fullgraph=fullgraph)
+        assert compiled(torch.zeros(1), torch.add).item() == asked(torch.add)
 
 
 def test_dynamic_sizes_stay_dynamic() -> None:

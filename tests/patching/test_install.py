@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
 from torchguard.patching.install import _warn_if_newer
+from torchguard.patching.selftests import SELF_TESTS
 
 # --- installing and undoing
 
@@ -252,6 +254,31 @@ def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason_unless
     with install("out", only_if_needed=False) as installation:
         assert installation.skipped == {}
         assert torch.add is not bare
+
+
+@pytest.mark.parametrize("on", [install, torchguard.guarded])
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_guard_that_another_thread_installs_during_the_trial_is_needed(
+    on: Any, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[torchguard.Installation] = []
+    thread = threading.Thread(target=lambda: others.append(install("out", only_if_needed=False)))
+
+    def tried() -> str | None:
+        if thread.ident is not None:
+            return SELF_TESTS["out"]()
+        thread.start()
+        thread.join()
+        passes = SELF_TESTS["out"]()
+        if not stays:
+            others[0].uninstall()
+        return passes
+
+    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", {"out": tried})
+    with on("out"):
+        assert installed() == ("out",)
+        others[0].uninstall()
+        assert out_is_safe()
 
 
 _DYNAMOS_TABLES = """

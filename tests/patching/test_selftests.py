@@ -74,6 +74,13 @@ SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
 }
 
 
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_no_setting_of_torch_makes_a_needed_guard_look_unneeded(surroundings: str) -> None:
+    tried: Any = [name for name, guard in GUARDS.items() if guard.tried_by_self_test]
+    with SURROUNDINGS[surroundings](), torchguard.install(*tried) as installation:
+        assert installation.skipped == {}
+
+
 def _states() -> bytes:
     numbers = torch.default_generator.get_state().tolist()
     return pickle.dumps((numbers, np.random.get_state(), random.getstate()))  # noqa: NPY002
@@ -148,6 +155,19 @@ def test_a_self_test_that_raises_does_not_protect(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", tests)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
         assert torchguard.install().names == ()
+
+
+def test_a_guard_of_a_function_that_raises_another_error_does_not_protect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def renamed(*_: Any) -> None:
+        raise AttributeError("it has gone")
+
+    monkeypatch.setattr(torch.Tensor, "resize_", renamed)
+    with pytest.warns(RuntimeWarning, match="the guard raises AttributeError: it has gone"):
+        installation = torchguard.install("resize")
+    assert installation.names == ()
+    assert "AttributeError" in installation.skipped["resize"]
 
 
 @pytest.mark.usefixtures("failing")

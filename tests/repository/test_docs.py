@@ -6,8 +6,10 @@ import builtins
 import contextlib
 import doctest
 import functools
+import importlib
 import inspect
 import io
+import pkgutil
 import re
 import runpy
 import shlex
@@ -220,6 +222,20 @@ def test_example(name: str) -> None:
     done = runner.summarize(verbose=False)
     assert done.attempted
     assert not done.failed
+
+
+@pytest.mark.slow
+def test_examples_of_private_functions() -> None:
+    """They do what they say. (Integrations import what they are for, so they are left out.)"""
+    runner = doctest.DocTestRunner()
+    for each in pkgutil.walk_packages(torchguard.__path__, "torchguard."):
+        if each.name == "torchguard.__main__" or "integrations." in each.name:
+            continue
+        for test in doctest.DocTestFinder().find(importlib.import_module(each.name)):
+            if test.name.removeprefix(f"{each.name}.").partition(".")[0] not in PUBLIC:
+                runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+    assert runner.tries
 
 
 def test_sections_of_docstrings() -> None:

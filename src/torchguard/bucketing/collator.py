@@ -272,7 +272,9 @@ def _tensor(value: Any) -> torch.Tensor | None:
         return torch.empty(0, dtype=torch.int64)  # torch's float would make floats of all ids
     if is_sequence or isinstance(value, np.ndarray):
         try:
-            return torch.as_tensor(value)
+            # torch takes a list of arrays one by one: that is slow, and it warns.
+            arrays = is_sequence and isinstance(value[0], np.ndarray)
+            return torch.as_tensor(np.stack(value) if arrays else value)
         except (TypeError, ValueError, RuntimeError):  # texts, or rows of different length
             return None
     return None

@@ -60,6 +60,11 @@ def part_of(tree: Any, path: KeyPath, name: str, operation: str) -> Any:
     for count, key in enumerate(path, start=1):
         if part is None:
             return None
+        if isinstance(part, torch.Tensor):
+            raise TypeError(
+                f"{operation}: dims has an entry for {keystr(name, path, tree)}, but "
+                f"{keystr(name, path[: count - 1], tree)} is a tensor, expected {{dim: name}}"
+            )
         try:
             part = child_of(part, key)
         except (KeyError, IndexError, TypeError):

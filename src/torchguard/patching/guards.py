@@ -56,8 +56,11 @@ class Guard:
     replacements: Callable[[], patch.Replacements]
     """Paths to replace, each with what makes the replacement from the original."""
 
-    not_needed: Callable[[], str | None] | None = lambda: None
-    """Why this torch does not need the guard, or None if it does; None: ask its self-tests."""
+    not_needed: Callable[[], str | None] = lambda: None
+    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
+
+    tried_by_self_test: bool = False
+    """Whether the guard is not needed if its self-tests pass without it."""
 
     in_modules: Mapping[str, patch.Replacements] = field(default_factory=dict)
     """Paths to replace as soon as a module is imported, by that module's name."""
@@ -185,14 +188,14 @@ _LOAD = {
 }
 
 
-# In the order in which they lie on a path that several replace: the last is called first. Where
-# nothing is tried, every torch so far needs the guard, and it changes nothing if that is not so.
+# In the order in which they lie on a path that several replace: the last is called first. If
+# a guard has no trial, every PyTorch so far needs it, and it changes nothing if one does not.
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
         Guard("resize", lambda: _RESIZE, switch=resize.SWITCH),
-        Guard("out", _out_replacements, None, switch=out.SWITCH),
-        Guard("overlap", overlap.replacements, None, switch=overlap.SWITCH),
+        Guard("out", _out_replacements, tried_by_self_test=True, switch=out.SWITCH),
+        Guard("overlap", overlap.replacements, tried_by_self_test=True, switch=overlap.SWITCH),
         Guard(
             "checks",
             checks.replacements,
@@ -209,10 +212,15 @@ GUARDS: dict[str, Guard] = {
             in_modules={DYNAMO: slice_scatter_replacements()},
         ),
         Guard("verified", lambda: {"torch.compile": guard_compile}),
-        Guard("save", lambda: _SAVE, None, in_modules=_SAVE_IN_PACKAGES),
-        Guard("load", lambda: _LOAD, None, in_modules=_LOAD_IN_PACKAGES),
+        Guard("save", lambda: _SAVE, tried_by_self_test=True, in_modules=_SAVE_IN_PACKAGES),
+        Guard("load", lambda: _LOAD, tried_by_self_test=True, in_modules=_LOAD_IN_PACKAGES),
         Guard("numpy", numpy_memory.replacements, changed=numpy_memory.changed),
-        Guard("recompute", recompute.replacements, None, in_modules=recompute.IN_MODULES),
+        Guard(
+            "recompute",
+            recompute.replacements,
+            tried_by_self_test=True,
+            in_modules=recompute.IN_MODULES,
+        ),
     )
 }
 """Every guard that ``install()`` knows, by name."""

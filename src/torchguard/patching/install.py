@@ -134,8 +134,9 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         ``"all"``: each of these.
 
     ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo when the program imports it,
-    and count as installed until then. Code that is compiled already does not change: install first,
-    or call ``torch.compiler.reset()``.
+    and count as installed until then. ``"slice_scatter"`` is tried at that time, and may move to
+    ``.skipped``. Code that is compiled already does not change: install first, or call
+    ``torch.compiler.reset()``.
 
     Each guard is tried after it was installed, and in compiled code at the first ``torch.compile``.
     A guard that does not protect is removed with a warning, ``.skipped`` says why, and the others
@@ -143,8 +144,9 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 
     Args:
         *names: which guards; none for ``"resize"``.
-        only_if_needed: try each defect first, and skip a guard whose defect this
-            torch does not have (``.skipped`` says why).
+        only_if_needed: skip ``"out"``, ``"overlap"``, ``"save"``, ``"load"``, ``"recompute"`` or
+            ``"slice_scatter"`` if this PyTorch does not have the defect (``.skipped`` says why);
+            the others are always needed.
         strict: raise if a guard does not protect on this torch.
 
     Returns:
@@ -309,16 +311,19 @@ def _not_needed(names: Iterable[str]) -> dict[str, str]:
     """Try the defects of guards that are not in place; return why some are not needed."""
     # Not under the lock: a trial may import Dynamo, for which another thread may hold the lock of
     # Python's while it wants ours.
-    reasons = {name: _why_not_needed(name) for name in names if name not in _in_place}
+    tried = [name for name in names if name not in _in_place and _why_not_needed(name)]
+    with patch.lock:
+        # Other threads may have put one in place, so that its trial passed. It is tried again while
+        # none of them can.
+        reasons = {name: _why_not_needed(name) for name in tried if name not in _in_place}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _why_not_needed(name: str) -> str | None:
     try:
         with computing_unseen():  # the modes of the program see none of it
-            own = GUARDS[name].not_needed
-            if own is not None:
-                return own()
+            if not GUARDS[name].tried_by_self_test:
+                return GUARDS[name].not_needed()
             for tests in (SELF_TESTS, *LATER_SELF_TESTS.values()):
                 if name in tests and tests[name]() is not None:
                     return None

@@ -74,16 +74,16 @@ class Spec:
         """The argument that takes the size of an axis, by axis."""
         explicit = {*positional, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}
         if Parameter.VAR_KEYWORD not in kinds:
-            self._check_names(explicit, name)
+            self._check_names(dims, explicit, name)
         for argument in self.fill:
             if argument not in self.dims:
                 raise TypeError(f"bucketed: fill names {argument!r}, which dims does not pad")
 
-    def _check_names(self, explicit: set[str], function: str) -> None:
+    def _check_names(self, dims: Iterable[str], explicit: set[str], function: str) -> None:
         """Raise unless the function takes all that was named."""
         taken = ", ".join(sorted(explicit)) or "nothing"
         named = {
-            "dims": self.dims,
+            "dims": dims,  # those of None too
             "fill": self.fill,
             "mask": self.masks,
             "lengths": self.lengths.values(),

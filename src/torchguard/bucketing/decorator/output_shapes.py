@@ -29,8 +29,9 @@ from torchguard.equivalence.isolate import module_state_restored
 from torchguard.equivalence.outcome import Output
 
 _RETURNED = (
-    *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
-    *(torch.Size, torch.dtype, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool),
+    *(bool, int, float, complex, str, bytes, range, slice, type(None), np.generic, enum.Enum),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool),
 )
 """Types of outputs that hold no tensor, which are returned as they are."""
 

@@ -13,6 +13,7 @@ import torch
 from torchguard._events import warn_user
 from torchguard.bucketing.decorator.bucket import Call, Input, Plan
 from torchguard.bucketing.decorator.compiled import alone
+from torchguard.bucketing.decorator.masking import Real, real_by_caller
 from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
 from torchguard.bucketing.decorator.output_shapes import FlatOutput
 from torchguard.bucketing.padding import pad_to_bucket
@@ -54,35 +55,39 @@ def _prove(
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
     A size of 1 is one of its own kind to many functions: a call that has it is left to itself. A
-    leak is a warning: calls that need no padding are right.
+    function that takes no input so short is checked with a longer one. A leak is a warning: calls
+    that need no padding are right.
     """
     ladders = _ladders(caller)
-    sizes = {
+    short = {
         axis: min(max([2, *(each + 1 for each in ladders[axis] if each < size)]), size)
         for axis, size in buckets.items()
     }
-    if _may_be_sizes(call, inputs, min(sizes.values())):
-        sizes = own
-    if sizes == buckets:
-        return
-    try:
-        _complete(caller, *_resized(caller, call, inputs, sizes), buckets)
-    except PaddingLeakError as error:
-        warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
-    except Exception as error:
-        if is_out_of_memory(error):  # another one, such as of an input too short, is for its call
-            raise
+    longer = {axis: (short[axis] + size) // 2 for axis, size in buckets.items()}
+    # Half of some offsets are none.
+    candidates = [own] if _may_be_sizes(call, inputs, min(short.values())) else [short, longer]
+    for sizes in [each for each in candidates if each != buckets]:
+        try:
+            if _complete(caller, *_resized(caller, call, inputs, sizes), buckets):
+                return
+        except PaddingLeakError as error:
+            warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
+            return
+        except Exception as error:
+            if is_out_of_memory(error):  # another, such as of an input too short, is for its call
+                raise
 
 
-def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> None:
-    """Prove a bucket with this call, if it is one of the bucket."""
+def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> bool:
+    """Prove a bucket with this call; return whether it is one of the bucket."""
     if plan.buckets != buckets:
-        return
+        return False
     caller.prove(plan, call)
     if plan.pads and not plan.slices:
         # With check_padding="never" nothing has run yet that says what an output is like.
         args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
         caller.learn(plan, call, caller.first_run(plan)(*args, **kwargs))
+    return True
 
 
 # ---- the example at other sizes ----
@@ -106,7 +111,11 @@ def _may_be_sizes(call: Call, inputs: Sequence[Input], length: int) -> bool:
 
 
 def _cut_or_padded(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisSizes) -> Call:
-    """Return a call with its inputs cut or padded to these sizes."""
+    """Return a call with its inputs cut or padded to these sizes.
+
+    They are cut where the caller's own mask calls something real, in every sequence.
+    """
+    told = real_by_caller(spec, inputs, call)
     side = spec.options["side"]
     new: dict[int, Any] = {}
     for each in inputs:
@@ -114,12 +123,22 @@ def _cut_or_padded(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisS
         for dim, axis in each.axes:
             size, length = sizes[axis], sized.shape[dim]
             if size < length:
-                start = 0 if side == "right" else length - size
+                start = _real_start(told, axis, length, size, side)
                 # Copied: a graph is compiled for strides too, and a call's are not those of a part.
                 sized = sized.narrow(dim, start, size).clone()
             sized = pad_to_bucket(sized, dim, size, value=fill, side=side).tensor
         new[each.index] = sized.requires_grad_(each.requires_grad)
     return call.with_leaves(new)
+
+
+def _real_start(told: Sequence[Real], axis: str, size: int, length: int, side: str) -> int:
+    """Return where a part begins in which every sequence has something real, 0 if none does."""
+    own = [each.positions for each in told if each.axis == axis]
+    starts = (0, size - length) if side == "right" else (size - length, 0)
+    for start in starts:
+        if all(bool(each[..., start : start + length].any(-1).all()) for each in own):
+            return start
+    return 0
 
 
 def _resized(

@@ -54,12 +54,6 @@ def skew_symmetric(v: torch.Tensor) -> tuple[Any, ...]:
     return m - m.transpose(-2, -1), known
 
 
-def into_a_nested_view(v: torch.Tensor) -> tuple[Any, ...]:
-    m = torch.zeros(2, 2, 3)
-    m[1][0] = v[0]
-    return m, m.requires_grad
-
-
 def into_a_view_of_a_view(v: torch.Tensor) -> tuple[Any, ...]:
     m = torch.zeros(12)
     view = m.view(4, 3)
@@ -126,12 +120,12 @@ def by_other_writes(v: torch.Tensor) -> tuple[Any, ...]:
 CASES: dict[str, Callable[..., tuple[Any, ...]]] = {
     case.__name__: case
     for case in (
-        skew_symmetric, into_a_nested_view, into_a_view_of_a_view, into_the_base_of_a_view,
+        skew_symmetric, into_a_view_of_a_view, into_the_base_of_a_view,
         under_no_grad_inside, on_an_input, a_view_into_a_custom_function,
         into_a_function_that_asks, in_a_checkpoint, nothing_that_requires_grad, by_other_writes,
     )
 }  # fmt: skip
-WRONG_EVERYWHERE = (into_a_nested_view, into_a_view_of_a_view, a_view_into_a_custom_function)
+WRONG_EVERYWHERE = (into_a_view_of_a_view, a_view_into_a_custom_function)
 
 
 def outcome(

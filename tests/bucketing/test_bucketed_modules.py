@@ -58,11 +58,10 @@ class TestModules:
 
     def test_compiled_already(self, backend: Counting) -> None:
         net = Net().eval()
-        wrapped = wrap(torch.compile(net, backend=backend), buckets=range(2, 21, 2))
-        for length in range(1, 21):
-            x = torch.randn(length, 3)
-            torch.testing.assert_close(wrapped(x), net(x))
-        assert len(backend.graphs) == 10
+        wrapped = wrap(torch.compile(net, backend=backend))
+        x = torch.randn(5, 3)
+        torch.testing.assert_close(wrapped(x), net(x))
+        assert len(backend.graphs) == 1
         copied = copy.deepcopy(wrapped)
         torch.testing.assert_close(copied(x), wrapped(x))
         with pytest.raises(TypeError, match="can't be pickled"):

@@ -62,18 +62,6 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-class Noting:
-    """A function that doubles, and notes the shape of each input that it is run with."""
-
-    def __init__(self, function: Callable[[torch.Tensor], Any] = double) -> None:
-        self.function = function
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        self.shapes.append(tuple(x.shape))
-        return self.function(x)
-
-
 def same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     if isinstance(expected, torch.Tensor):

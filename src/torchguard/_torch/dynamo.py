@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -293,6 +294,18 @@ def symbols_in(values: Iterable[object]) -> set[Any]:
             if isinstance(part, torch.SymInt):
                 found |= shapes.free_symbols(part)
     return found
+
+
+@contextlib.contextmanager
+def compiling_outside_dynamo() -> Iterator[None]:
+    """Compile a graph outside of Dynamo."""
+    frames = importlib.import_module("torch._dynamo.convert_frame")
+    # While one thread traces with torch.fx, 2.13 takes compiled code that another thread calls for
+    # traced too, unless this says that torch.compile traces. 2.15 looks at the thread alone.
+    session = private("compiler._compile_session_context", contextlib.nullcontext)
+    lock = getattr(frames, "compile_lock", contextlib.nullcontext())
+    with lock, session(), torch._guards.tracing(None):
+        yield
 
 
 # The frames of every call into compiled code have one of this file among them. Where torch renames

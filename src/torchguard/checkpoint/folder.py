@@ -46,7 +46,7 @@ def checkpoint_folder(
     ``path`` is a symbolic link to the newest folder: ``checkpoint -> checkpoint.7``. When the block
     ends, its files are flushed to the disk, the folder gets its name and the link is replaced. If
     the block raises, the new folder is removed and ``path`` leads where it led. If a process was
-    killed in the middle, the next call removes the files that it left, and warns.
+    killed in the middle, the next call removes a folder that it left, and warns.
 
     Each folder has a file ``.torchguard-checkpoint.json`` with its own name. A folder without it, a
     copy or a renamed folder is never removed and does not count for ``keep``.
@@ -211,7 +211,7 @@ def _commit(
         while os.path.lexists(link.with_name(f"{link.name}.{number}")):  # somebody else's
             number += 1
         final = link if alone else link.with_name(f"{link.name}.{number}")
-        pointer = link.with_name(".torchguard-link")
+        pointer = link.with_name(f".torchguard-link-{link.name}")
         pointer.unlink(missing_ok=True)  # of a process that was killed
         write_text(new / MARK, _mark(link, final, files), fsync=fsync)
         new.rename(final)
@@ -286,6 +286,8 @@ def _remove_abandoned_folders(link: Path) -> list[str]:
     removed = []
     for name in filter(is_temporary_name, os.listdir(link.parent)):
         path = link.with_name(name)
+        if path.is_symlink():  # it may lead to a folder that is whole
+            continue
         # Alive, of another user, gone meanwhile, or a file system without locks.
         with contextlib.suppress(OSError), locked_file(str(path)):
             written_for = marked(path).get("for")

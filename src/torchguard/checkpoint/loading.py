@@ -205,7 +205,7 @@ def load_state_dict(
     exception is PyTorch's, and every parameter, buffer, moment and group is unchanged. Tied
     parameters stay one parameter, with ``assign=True`` too. Ctrl-C waits. If the load could fail
     (names or shapes that do not fit, hooks, a loader of its own), a copy of the module's tensors is
-    kept while it loads.
+    kept while it loads. A module with lazy parameters is loaded by PyTorch alone.
 
     An optimizer's state goes to the parameters of the same names if both sides have names
     (``Adam(model.named_parameters())``); PyTorch goes by position. If only one side has names, it
@@ -222,7 +222,7 @@ def load_state_dict(
         RuntimeError: PyTorch's, or a tied parameter has two values in ``state``.
         ValueError: an optimizer's state has tensors of another shape than its parameters (torch
             accepts them, and a fused ``step()`` then writes past their end), or both have names,
-            and they are not the same.
+            and they are not the same, or occur several times in another order.
 
     Cost:
         Names and shapes are compared. Tensors are copied only if the load could fail.
@@ -326,9 +326,12 @@ def _load_whole(
             result = call()
             tie_again(module, ties, state)
             return result
-    signals = DeferredSignals()  # only a signal can make it fail from here on
+    signals = DeferredSignals()
     try:
         return call()
+    except BaseException:
+        call()  # what fits is loaded whole, even if another signal or a mode of the user's raises
+        raise
     finally:
         signals.restore_handlers()
 

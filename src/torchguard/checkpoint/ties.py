@@ -111,7 +111,10 @@ def _compare(module: torch.nn.Module, values: list[tuple[str, Any]]) -> None:
 
 
 def _same(expected: Any, value: Any) -> bool:
-    """Whether two values of a state are equal; True where torch has an error, or none can read."""
+    """Whether two values of a state are equal.
+
+    True if PyTorch raises for them, or if they can't be read.
+    """
     if {type(expected), type(value)} - _PLAIN or expected.shape != value.shape:
         return True
     for each in (expected, value):

@@ -117,6 +117,7 @@ def verify_checkpoint(
             if fault is not None:
                 faults.append(f"{folder}/{with_tensors(folder, name, fault)}")
             compared(folder / name)
+        compared(*inside.values())
     faults += _of_files(files_left, limits, compared)
     if files == files_left and not any(map(_is_known, files)):
         faults.append(f"{target} holds no checkpoint of a format that is known here")

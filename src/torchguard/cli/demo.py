@@ -129,5 +129,8 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
         loc="left",
         fontsize=10,
     )
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+        return f"the losses are not drawn: {error}"
     return f"the losses: {path}"

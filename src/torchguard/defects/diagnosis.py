@@ -145,7 +145,7 @@ def doctor(
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"expected jobs of 1 or more, got {jobs}")
-    if timeout <= 0:
+    if not timeout > 0:
         raise ValueError(f"expected a timeout of more than 0 seconds, got {timeout:g}")
     chosen = {defect.id: defect for defect in select(only, family)}
     cores = os.cpu_count() or 1

@@ -39,8 +39,7 @@ _LOOK = 1.0  # seconds after which processes are looked at even if nothing was r
 _LOG_TAIL = 4000  # bytes kept of what a process wrote
 _STDIN = 0
 
-# What the server of the probes' processes imports. An import that fails is reported by the probe
-# that needs it: multiprocessing ignores it.
+# What the server of the probes' processes imports; multiprocessing ignores an import that fails.
 _PRELOADED = [
     "torch",
     "torchguard.patching.install",

@@ -130,7 +130,8 @@ def send_backward(
 def _cotangent(value: torch.Tensor, place: int) -> torch.Tensor:
     """Return the gradient to send backward: the same numbers in every precision, 0.5 to 1.5.
 
-    They are positive, so that sums over a padded dim do not cancel, and no shift repeats them.
+    They are positive, so that sums over a padded dim do not cancel, and a shift by a power of two
+    does not repeat them.
     """
     numbers = torch.arange(place, place + value.numel(), device=value.device, dtype=torch.float64)
     numbers = (numbers * _GOLDEN % 1 + 0.5).to(torch.bfloat16).to(torch.float64)

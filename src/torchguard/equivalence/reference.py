@@ -32,6 +32,33 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
     """Warn at the user's line, once per line unless filters say otherwise."""
     if is_trial():
         return
+    place, text, registry = _said_of(function, overlap, place)
+    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
+    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+
+
+def is_error(function: Callable[..., Any], overlap: Overlap, place: Place | None = None) -> bool:
+    """Whether filters make an exception of the warning."""
+    if is_trial():
+        return False
+    (file, line), text, _ = _said_of(function, overlap, place)
+    module = file.removesuffix(".py")
+    for action, message, category, of_module, of_line in warnings.filters:
+        # As warnings.warn_explicit looks for the first that fits.
+        if (
+            issubclass(OverlapWarning, category)
+            and (message is None or message.match(text))
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action == "error"
+    return False
+
+
+def _said_of(
+    function: Callable[..., Any], overlap: Overlap, place: Place | None
+) -> tuple[Place, str, dict[Any, Any]]:
+    """Return the user's line, what is said of it, and the registry that notes that it was said."""
     if place is None:
         frame = frame_of_user()
         place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -45,17 +72,7 @@ def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None 
             "copied it first; plain torch may compute something else. Write .clone() behind it"
         )
         _texts[place] = text, {}
-    text, registry = _texts[place]
-    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
-    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
-
-
-def may_raise() -> bool:
-    """Whether filters may make an exception of the warning."""
-    return any(
-        action == "error" and issubclass(OverlapWarning, category)
-        for action, _, category, *_ in warnings.filters
-    )
+    return place, *_texts[place]
 
 
 # ---- a graph ----
@@ -84,9 +101,12 @@ class _Reference(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function, place = _function_of(n), _place_of(n)
         args, kwargs, overlap = separated(function, args, kwargs)
+        if overlap is None or not self.warns:
+            return getattr(self, n.op)(n.target, args, kwargs)
+        if is_error(function, overlap, place):
+            warn_of(function, overlap, place)  # before anything is written
         result = getattr(self, n.op)(n.target, args, kwargs)
-        if overlap is not None and self.warns:
-            warn_of(function, overlap, place)
+        warn_of(function, overlap, place)
         return result
 
 

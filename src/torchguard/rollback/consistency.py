@@ -68,7 +68,8 @@ def check_consistent(obj: object) -> None:
         path, fault = next((found for found in faults if found[1] is not None), ("", None))
     if fault is not None:
         raise InconsistentTensorError(
-            f"{path}: {fault}; tensor.set_(tensor.untyped_storage(), 0, (0,), (1,)) empties it"
+            f"{path}: {fault}. Under torch.no_grad(), tensor.set_(tensor.untyped_storage(), 0, "
+            "(0,), (1,)) empties it"
         )
 
 

@@ -30,7 +30,7 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.mutation import DUNDERS, writes_of
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
-from torchguard.equivalence.reference import may_raise, warn_of
+from torchguard.equivalence.reference import is_error, warn_of
 
 SWITCH = patch.Switch()
 """Whether the guard "overlap" is on."""
@@ -67,13 +67,11 @@ def computed(
         given, named, overlap = separated(function, args, kwargs)
     if overlap is None:
         return call(*given, **named)
-    first = may_raise()
-    if first:
+    if is_error(function, overlap):
         _call_with_copies(function, given, named)  # a call that PyTorch refuses raises here
         warn_of(function, overlap)
     result = call(*given, **named)
-    if not first:
-        warn_of(function, overlap)
+    warn_of(function, overlap)
     return result
 
 

@@ -47,9 +47,11 @@ def _begin_resize_as_(
     args: tuple[Any, ...], kwargs: dict[str, Any], operation: str = "resize_as_"
 ) -> Snapshot | None:
     """Begin a call of ``resize_as_``; ``torch.resize_as_`` takes both arguments by name."""
-    tensor = args[0] if args else kwargs.get("input")
+    tensor: Any = args[0] if args else kwargs.get("input")
     template = args[1] if len(args) > 1 else kwargs.get("the_template")
-    return None if tensor is None else _begin(tensor, operation, (_numel(template),))
+    if tensor is None and operation == "resize_as_":
+        return None  # torch says what is missing
+    return _begin(tensor, operation, (_numel(template),))
 
 
 def _begin_set_(

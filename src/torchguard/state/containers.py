@@ -6,6 +6,7 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,11 @@ def copy_of_tree(tree: Any) -> Any:
 
     Tensors are detached; a tree that contains itself is copied once.
     """
+    inside = list(walk([tree]))
     copies: dict[int, Any] = {
-        id(each): each.detach().clone() for each in walk([tree]) if isinstance(each, Tensor)
+        id(each): each.detach().clone() for each in inside if isinstance(each, Tensor)
     }
+    for each in reversed(inside):  # what is inside of another one before that
+        if isinstance(each, MappingProxyType):  # Python copies none
+            copies[id(each)] = copy.deepcopy(dict(each), copies)
     return copy.deepcopy(tree, copies)

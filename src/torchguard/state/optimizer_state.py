@@ -111,17 +111,22 @@ def _compare_shapes(
     optimizer: torch.optim.Optimizer, indices: list[Any], entries: Mapping[Any, Any]
 ) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(indices) != len(parameters) or not is_of_torch(optimizer):
-        return  # torch says so; what an optimizer of the user's keeps may have any shape
+    if len(indices) != len(parameters):
+        return  # torch says so
+    is_torchs = is_of_torch(optimizer)
     faults = []
     for index, parameter in zip(indices, parameters, strict=True):
         entry = entries.get(index)
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
-            of_its_shape = key in _LIKE_PARAMETER and isinstance(value, torch.Tensor)
-            if of_its_shape and value.shape != parameter.shape:
+            # What an optimizer of the user's keeps may have any shape, and may grow.
+            if not is_torchs or not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            now = optimizer.state.get(parameter, {}).get(key)
+            like = parameter if key in _LIKE_PARAMETER else now
+            if isinstance(like, torch.Tensor) and value.shape != like.shape:
                 faults.append(
                     f"{key} of parameter {index} has shape {tuple(value.shape)}, expected "
-                    f"{tuple(parameter.shape)}"
+                    f"{tuple(like.shape)}"
                 )
     if faults:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from torchguard._torch.eager import (
     scale_version,
     step_is_nested,
 )
-from torchguard.errors import UnrecoverableStepError
+from torchguard.errors import UnrecoverableStepError, with_causes
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
 from torchguard.state.tensors import Elements, failures_in, warn_if_refused
 from torchguard.state.training import (
@@ -112,11 +113,14 @@ class Block:
             self._signals = DeferredSignals(at_most=1)
         with_closure = len(args) > 1 or bool(kwargs)
         gate = guarded.gate
-        if gate is not None and not any(map(callable, (*args[1:], *kwargs.values()))):
-            gate.before(optimizer)
-        elif gate is not None:
-            args = (args[0], *(gate.after_closure(optimizer, each) for each in args[1:]))
-            kwargs = {name: gate.after_closure(optimizer, each) for name, each in kwargs.items()}
+        if gate is not None:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if not callable(closure):
+                gate.before(optimizer)
+            elif len(args) > 1:
+                args = (args[0], gate.after_closure(optimizer, closure), *args[2:])
+            else:
+                kwargs = {**kwargs, "closure": gate.after_closure(optimizer, closure)}
         last, fused = self._is_last(optimizer), steps_fused(optimizer)
         if guarded.undo == "auto":
             copies = with_closure or not last or not fused
@@ -240,7 +244,7 @@ class Block:
             self.snapshot.restore()
         return problems
 
-    def finish_step(self) -> str:
+    def finish_step(self, exception: BaseException) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         guarded = self.guarded
@@ -262,7 +266,7 @@ class Block:
         notes += [
             f"{type(scheduler).__name__} has not stepped, call its step()"
             for scheduler, epoch in zip(guarded.schedulers, self._epochs, strict=True)
-            if getattr(scheduler, "last_epoch", None) == epoch
+            if getattr(scheduler, "last_epoch", None) == epoch or _raised_in(exception, scheduler)
         ]
         return "; ".join(notes)
 
@@ -293,6 +297,15 @@ def _update(scaler: Any, states: dict[int, Any]) -> str:
         states.clear()
         return f"the scaler keeps its scale ({error})"
     return "the scaler was updated"
+
+
+def _raised_in(exception: BaseException, owner: Any) -> bool:
+    """Whether an exception, or one that caused it, went through a method of an object."""
+    return any(
+        frame.f_locals.get("self") is owner
+        for each in with_causes(exception)
+        for frame, _ in traceback.walk_tb(each.__traceback__)
+    )
 
 
 # --- one optimizer.step() ---

@@ -264,7 +264,7 @@ class Transaction:
                 ) from exception
             return
         if exception is not None:
-            _add_note(exception, block.finish_step())
+            _add_note(exception, block.finish_step(exception))
         block.note_accumulation()
         self.committed = block.counts()
         self._commits += self.committed

@@ -70,7 +70,7 @@ class _Comparison(threading.local):
     """How this thread runs a call at the moment, to compare it with Python."""
 
     watched: object = None
-    """Whose call this thread is in, if it ends when it compiles."""
+    """The comparison whose call this thread runs; Dynamo ends that call before it compiles."""
 
 
 comparison = _Comparison()
@@ -91,8 +91,9 @@ class Options:
             value = getattr(self, name)
             is_left_out = value is None and name != "calls"
             if not is_left_out and (type(value) is not int or value < least):
+                of = " of bytes or None" if name == "max_bytes" else ""
                 raise ValueError(
-                    f"verified: {name} is {value!r}, expected a number of {least} or more"
+                    f"verified: {name} is {value!r}, expected a number of {least} or more{of}"
                 )
         for name, known in (("on_mismatch", get_args(OnMismatch)), ("against", ("python", None))):
             value = getattr(self, name)

@@ -31,7 +31,7 @@ from torchguard.verification.backend import Inner, OnMismatch, Options
 from torchguard.verification.graph import SizesOf, names_of, owned_tensors, shared_inputs
 from torchguard.verification.report import GraphRecord, first_of, message_of, note_mismatch
 from torchguard.verification.reproduce import reproducer_of
-from torchguard.verification.rounding import exact, not_by_rounding, policy_of
+from torchguard.verification.rounding import exact, not_by_rounding, policy_of, right_in_double
 
 
 class UnverifiedError(Exception):
@@ -63,7 +63,7 @@ def require_comparable(
     """Raise an :class:`UnverifiedError` if these can't be copied, or have too many bytes."""
     reason = why_not_copied(tensors)
     if reason is None and max_bytes is not None and (size := bytes_of(tensors)) > max_bytes:
-        reason = f"its inputs have {size:,} bytes, max_bytes is {max_bytes:,}"
+        reason = f"it has {size:,} bytes of tensors, max_bytes is {max_bytes:,}"
     if reason is not None:
         numbered = None if names is None else re.match(r"input (\d+)", reason)
         if names is not None and numbered is not None:
@@ -264,10 +264,12 @@ class GraphCheck:
             found = judge(eager, compiled, policy, in_double)
         if found and judge(eager, self._run_eagerly(inputs), COMPILING):
             raise UnverifiedError("eager itself does not give the same result twice")
-        if not found or self.owned:
+        # Without Dynamo's symbols, what is compiled in double would be another graph.
+        if not found or self.owned or self.sizes is not None:
             return found, ""
-        if left := not_by_rounding(graph, inputs, eager, compiled, found):
-            return tuple(left), ""
+        left = not_by_rounding(graph, inputs, eager, compiled, found)
+        if left or not right_in_double(graph, inputs, self.inner.compile):
+            return tuple(left) or found, ""
         shown = "; ".join(first_of(self._named(found)))
         return (), f"rounding decides at a discontinuity: {shown}"
 

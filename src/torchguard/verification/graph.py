@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import re
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
@@ -244,3 +247,28 @@ def _why_not_python_twice(function: Any) -> str | None:
         return None
     name = getattr(function, "__qualname__", repr(function))
     return f"{module}.{name} is a function that Dynamo did not look into"
+
+
+# ---- graphs that may fail ----
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Suppress what this thread logs under ``torch``: pages about a graph that fails, and may."""
+    thread = threading.get_ident()
+
+    def from_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.name.partition(".")[0] != "torch"
+
+    # A logger's filter does not see what its children log, a handler's does.
+    loggers: list[Any] = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
+    if logging.lastResort is not None:
+        handlers.add(logging.lastResort)
+    for handler in handlers:
+        handler.addFilter(from_others)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(from_others)

@@ -158,7 +158,7 @@ def message_of(
     largest = max((each.largest for each in found if each.finite), default=None)
     now = {
         "fallback": f"{record.runs} runs instead",
-        "warn": 'what is wrong runs all the same, because of on_mismatch="warn"',
+        "warn": 'the wrong version still runs, because of on_mismatch="warn"',
         "raise": "it is not run",
     }[on_mismatch]
     lines = [

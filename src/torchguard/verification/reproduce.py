@@ -20,6 +20,7 @@ from torch import fx
 
 from torchguard._pytree import names_in
 from torchguard.equivalence.copies import bytes_of, tensors_of
+from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.verification.backend import Inner
 from torchguard.verification.graph import graphs_in, numbers_in, owned_tensors
 from torchguard.verification.report import GraphRecord
@@ -73,17 +74,25 @@ def seen(function):
     return {{k: v.detach() for k, v in tensors.items()}}, shared
 
 
+errors = []
+
+
 def run(function):
     try:
         return seen(function)
     except Exception as error:
-        return {{"exception": torch.ones(())}}, set()
+        errors.append(error)
+        return {{}}, set()
 
 
 with torch.{grad_mode}():
     eager, eager_shared = run({name})
     compiled, compiled_shared = run(torch.compile({name}{arguments}))
-wrong = []
+if len(errors) == 2:
+    raise errors[0]  # neither runs here
+wrong = [f"one of the two raises {{error!r}}" for error in errors]
+if errors:
+    eager, eager_shared, compiled_shared = {{}}, set(), set()
 for name, want in eager.items():
     got = compiled.get(name, torch.zeros_like(want))
     if want.shape != got.shape or want.dtype != got.dtype or want.stride() != got.stride():
@@ -148,10 +157,12 @@ def python_reproducer_of(
         name, source = function.__name__, "\n\n\n".join(sources.values())
         text = _script(source, name, ', backend="eager"', inputs, record, keywords=keywords)
         scope: dict[str, Any] = {"__name__": "reproducer"}
-        exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
+        with rng_state_restored():  # the script sets seeds
+            exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
         if not scope["wrong"]:
             raise NoScriptError(
-                "a function that is compiled anew is right, so earlier calls matter"
+                "a script shows no difference: earlier calls matter, or what differs is not a "
+                "tensor or a number"
             )
         return text
 

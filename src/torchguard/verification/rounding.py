@@ -1,7 +1,7 @@
-"""Whether rounding alone makes a compiled graph differ from eager.
+"""Whether rounding alone makes a compiled graph differ from eager: at a discontinuity.
 
-In double precision it is as near as eager; or, at a discontinuity, eager comes as far away from
-itself if there is ULP-scale noise on its inputs.
+There eager, with ULP-scale noise on its inputs, comes as far away from itself, and the same graph,
+compiled in double precision, is right.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._torch import enters_autocast
+from torchguard._torch import compiling_outside_dynamo, enters_autocast
 from torchguard.equivalence.compare import (
     COMPILING,
     Difference,
     Policy,
     as_double,
     close,
+    judge,
     value_of,
 )
-from torchguard.equivalence.copies import run_on_copies, tensors_of, why_not_copied
+from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
+from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import perturb_
-from torchguard.verification.graph import copy_graph, graphs_in
+from torchguard.verification.backend import Compiler
+from torchguard.verification.graph import copy_graph, graphs_in, unlogged
 
 _RUNS = 16
 """How many runs eager makes at most, each with its inputs perturbed otherwise."""
@@ -43,8 +46,6 @@ def not_by_rounding(
     found: Sequence[Difference],
 ) -> list[Difference]:
     """Return the differences that eager does not show itself when its inputs are perturbed."""
-    if _turns_autocast_off(graph, inputs):  # a narrower dtype is a mistake, and not within noise
-        return list(found)
     places = [(each, _apart(each, eager, compiled)) for each in found]
     compared = [(each, left) for each, left in places if left is not None]
     try:
@@ -57,6 +58,27 @@ def not_by_rounding(
     except torch.OutOfMemoryError:
         return list(found)
     return [each for each, left in places if left is None or left.any()]
+
+
+def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
+    """Whether the same graph, in double precision, compiled, does what eager does.
+
+    There a discontinuity is a billion times less likely to be within the rounding error. Autocast
+    leaves double precision alone, so a graph that turns it on and off is another one there.
+    """
+    wide = _in_double(graph, inputs)
+    if wide is None or _turns_autocast_off(graph, inputs):
+        return False
+    try:
+        with unlogged():
+            eager = run_on_copies(wide, inputs, cast=_wider)
+            if eager.error is not None or eager.backward_error is not None:
+                return False
+            with compiling_outside_dynamo(), rng_state_restored():
+                compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
+            return not judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING)
+    except Exception:  # noqa: BLE001 - then nothing has shown that it is right
+        return False
 
 
 def _perturb(seed: int, copies: Sequence[Any]) -> None:
@@ -91,7 +113,7 @@ def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
 
     A cast to a narrower type that the program makes still rounds.
     """
-    wide = _in_double(graph, inputs)
+    wide = _in_double(graph, inputs, keep_casts=True)
     try:
         return None if wide is None else run_on_copies(wide, inputs, cast=_wider)
     except torch.OutOfMemoryError:
@@ -140,7 +162,9 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return _WIDER.get(dtype, dtype)
 
 
-def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
+def _in_double(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, keep_casts: bool = False
+) -> fx.GraphModule | None:
     """Copy the graph with every dtype it names made double; None if that can't be done.
 
     https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/utils.py has the same idea.
@@ -150,7 +174,7 @@ def _in_double(graph: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule |
     copied = copy_graph(graph)
     for part in graphs_in(copied):
         for node in part.graph.nodes:
-            narrow = _narrowed_to(node)
+            narrow = _narrowed_to(node) if keep_casts else None
             if narrow is not None:
                 node.op, node.target = "call_function", _rounded
                 node.args, node.kwargs = (node.args[0], narrow), {}

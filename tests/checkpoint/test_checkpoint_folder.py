@@ -225,6 +225,15 @@ def test_a_later_step_removes_what_is_left_of_an_earlier_one(tmp_path: Path) -> 
     assert not abandoned.exists()
 
 
+def test_a_link_with_a_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    save(tmp_path / "run", 0)
+    (tmp_path / temporary_name()).symlink_to("run.1")
+    with pytest.raises(ValueError, match="keep"), torchguard.checkpoint_folder(tmp_path / "run"):
+        assert torch.load(tmp_path / "run" / "a.pt") == 0
+        raise ValueError("keep")
+    assert torch.load(tmp_path / "run" / "a.pt") == 0
+
+
 def test_what_appears_meanwhile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(torchguard.errors.SaveError, match="link to exp_42"):
         with torchguard.checkpoint_folder(tmp_path / "run") as new:
@@ -243,7 +252,7 @@ def test_only_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
         torch.save(1, folder / "half.pt")
     (left[2] / "mine.txt").write_text("mine")
     left[4].write_text("mine")
-    (tmp_path / ".torchguard-link").symlink_to("run.1")
+    (tmp_path / ".torchguard-link-run").symlink_to("run.1")
     with pytest.warns(RuntimeWarning, match="a process was stopped"):
         save(tmp_path / "run", 0)
     stayed = [path.name for path in (left[1], left[2], left[4])]

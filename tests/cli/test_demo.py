@@ -46,6 +46,12 @@ def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> 
     assert f"the losses: {picture}" in text
 
 
+@pytest.mark.parametrize("name", ["no/losses.png", "losses.unknown"])
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, name: str) -> None:
+    curves = {"bare": [1.0, 2.0], "guarded": [1.0, 2.0]}
+    assert "the losses are not drawn: " in demo._drawn(curves, str(tmp_path / name))
+
+
 def test_without_matplotlib_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

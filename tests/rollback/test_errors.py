@@ -21,6 +21,9 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "safe_resize_as_: tensor is of type ndarray, expected a torch": (
         lambda: torchguard.safe_resize_as_(ARRAY, plain())
     ),
+    "safe_resize_as_: tensor is of type NoneType, expected a torch": (
+        lambda: torchguard.safe_resize_as_(None, plain())  # type: ignore[type-var]
+    ),
     "safe_set_: tensor is of type ndarray": lambda: torchguard.safe_set_(ARRAY, plain()),
     r"rollback_on_error: objects\[1\] is of type int, expected a tensor, a module, an optimizer": (
         lambda: torchguard.rollback_on_error(plain(), 3)

@@ -479,3 +479,21 @@ def test_the_padding_check_compares_with_the_truth() -> None:
     )
     x = torch.arange(15.0).reshape(3, 5)
     assert np.array_equal(fast(x), shifts(x.numpy().copy()))
+
+
+def test_an_error_behind_a_filter_that_ignores_runs_nothing_twice() -> None:
+    with torchguard.install("overlap"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", OverlapWarning)
+        ones = torch.ones(2, 3)
+        assert torch.vmap(lambda x: x.sub_(x[:1]))(ones.clone()).tolist() == (ones - 1).tolist()
+        torch.manual_seed(0)
+        x = torch.rand(3, 4)
+        expected = x.clone().bernoulli_(x[:, :1].clone())
+        after = torch.rand(1)
+        torch.manual_seed(0)
+        assert torch.equal(torch.rand(3, 4).bernoulli_(x[:, :1]), expected)
+        torch.manual_seed(0)
+        again = torch.rand(3, 4)
+        again.bernoulli_(again[:, :1])
+        assert torch.equal(torch.rand(1), after)

@@ -118,6 +118,22 @@ def test_memory_that_runs_out_while_a_fused_step_makes_its_state_changes_nothing
     assert made.step.committed
 
 
+def test_the_copies_of_a_step_on_a_cpu_lie_in_the_memory_of_the_last_one() -> None:
+    """A second step of one block gets its own, for the first one may still be rolled back."""
+    made = Setup("foreach")
+    addresses = []
+    for steps in (1, 1, 2, 1):
+        with made.step:
+            made.backward()
+            for _ in range(steps):
+                made.optimizer.step()
+        (kept,) = made.step._guarded.kept.values()
+        addresses.append(sorted(each.data_ptr() for each in kept.copies))
+    assert addresses[1] != addresses[0]  # the first step has made the state
+    assert addresses[1] != addresses[2]
+    assert addresses[3] == addresses[2]
+
+
 # ---- 3. a step that counts ----
 
 

@@ -86,6 +86,17 @@ def test_buffers_go_back_to_where_the_accumulation_began(
     assert everything(model, optimizer) == before
 
 
+def test_an_accumulation_that_was_given_up_does_not_count() -> None:
+    """Its gradients are gone when the next one begins, whose first block says where to go back."""
+    model, optimizer, step = training("AdamW", foreach=False)
+    with step:
+        model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.zero_grad()
+    before = everything(model, optimizer)
+    train(model, optimizer, step, 1.0, NAN)
+    assert everything(model, optimizer) == before
+
+
 # ---- the edges ----
 
 
@@ -214,3 +225,21 @@ def test_gradients_stay_and_a_buffer_that_is_not_contiguous_goes_back_too() -> N
         optimizer.step()
         assert [id(parameter.grad) for parameter in model.parameters()] == gradients
     assert not model.get_buffer("odd").any()
+
+
+class TakesAModel(torch.optim.SGD):
+    def step(self, closure: Any = None, *, model: Any = None) -> Any:
+        assert isinstance(model, nn.Module)
+        return super().step(closure)
+
+
+def test_a_callable_that_is_no_closure_is_handed_on() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = TakesAModel(model.parameters(), lr=1.0)
+    step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
+    before = everything(model, optimizer)
+    with step:
+        (model(torch.ones(1, 3)).sum() * NAN).backward()
+        optimizer.step(model=model)
+    assert step.stats().skipped == 1
+    assert everything(model, optimizer) == before

@@ -248,6 +248,26 @@ def test_a_rollback_loads_what_the_block_has_changed_and_nothing_else() -> None:
 # ---- step.run(metric=) ----
 
 
+def test_memory_that_runs_out_doubles_the_parts(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(3, 1)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    sizes: list[int] = []
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(x).mean()  # type: ignore[no-any-return]
+
+    for _ in range(2):
+        step.run(loss_of, torch.ones(8, 3), parts=2, retry="halve")
+    assert sizes == [4, *[2] * 8]
+    assert [str(each.message)[:37] for each in recwarn] == [
+        "a batch of 8 samples ran out of memory"[:37]
+    ]
+    assert step.stats().rollbacks == {"OutOfMemoryError": 1}
+
+
 def test_a_plateau_steps_with_the_metric() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -437,8 +437,9 @@ def test_the_reproducer_needs_torch_only(tmp_path: Any) -> None:
     if bare(torch.ones(2, 3)).shape == (2, 3):
         pytest.skip("this torch is right")
     torch._dynamo.reset()
-    compiled = against(zeros_like_shape)
+    compiled, before = against(zeros_like_shape), torch.get_rng_state()
     _, texts = said(compiled, torch.ones(2, 3))
+    assert torch.equal(torch.get_rng_state(), before)  # the script that was tried sets seeds
     script = row(compiled).reproducer
     assert f"reproducer: {script}" in texts[0]
     program = Path(str(script)).read_text(encoding="utf-8")

@@ -296,14 +296,23 @@ def test_what_is_rounded_otherwise_is_no_mismatch_and_a_defect_is_one(dtype: tor
 # --- at a discontinuity the last digit decides
 
 
-def a_digit_further(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
-    """A backend whose weights are a digit larger than they should be."""
+def a_digit_further(digit_in_double: float) -> Any:
+    """Make a backend whose weights are a digit larger than they should be."""
+    digits = {torch.float32: 2.0**-22, torch.float64: digit_in_double}
 
-    def run(*inputs: Any) -> Any:
-        given = [value * (1 + 2.0**-22) if value.requires_grad else value for value in inputs]
-        return graph(*given)
+    def planted(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        def run(*inputs: Any) -> Any:
+            larger = [
+                value * (1 + digits[value.dtype])
+                if isinstance(value, torch.Tensor) and value.requires_grad
+                else value
+                for value in inputs
+            ]
+            return graph(*larger)
 
-    return run
+        return run
+
+    return planted
 
 
 def stopped(weight: torch.Tensor, x: torch.Tensor) -> Any:
@@ -324,23 +333,26 @@ def below() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("discontinuous", [stopped, chosen, compared])
-def test_a_discontinuity_within_the_rounding_error_is_no_mismatch(
-    discontinuous: Callable[..., Any],
+@pytest.mark.parametrize("digit_in_double", [2.0**-51, 2.0**-22])
+def test_a_discontinuity_within_the_rounding_error_is_a_mismatch_if_wrong_in_double_too(
+    discontinuous: Callable[..., Any], digit_in_double: float
 ) -> None:
-    before = torch.get_rng_state()
-    checked = verified(backend=a_digit_further)(discontinuous)
-    checked(below(), torch.tensor([1.0, 2.0]))
-    (record,) = stats(checked).graphs
-    assert record.status == "verified"
-    assert record.reason.startswith("rounding decides at a discontinuity: ")
-    assert torch.equal(torch.get_rng_state(), before)
+    checked = verified(backend=a_digit_further(digit_in_double))(discontinuous)
+    if digit_in_double < 2.0**-50:
+        checked(below(), torch.tensor([1.0, 2.0]))
+        assert stats(checked).verified == 1
+    else:
+        with pytest.warns(MiscompilationWarning):
+            checked(below(), torch.tensor([1.0, 2.0]))
 
 
 def test_many_discontinuities_at_once_raise_no_false_alarm() -> None:
     weight = torch.full((12,), 1 - 2.0**-24, requires_grad=True)
-    checked = verified(backend=a_digit_further)(compared)
+    checked = verified(backend=a_digit_further(2.0**-51))(compared)
     checked(weight, torch.ones(12))
-    assert stats(checked).verified == 1
+    (record,) = stats(checked).graphs
+    assert record.status == "verified"
+    assert record.reason.startswith("rounding decides at a discontinuity: output 1: ")
 
 
 def named(weight: torch.Tensor, x: torch.Tensor) -> Any:
@@ -368,12 +380,55 @@ def larger(outputs: list[Any]) -> list[Any]:
         (named, [1.0, 1.0, 0.5], lambda outputs: [outputs[0], torch.tensor(-7)], "output 1"),
     ],
 )
-def test_what_differs_by_more_than_rounding_is_a_mismatch(
+def test_what_differs_by_more_than_rounding_is_a_mismatch_though_double_is_right(
     function: Any, numbers: list[Any], spoil: Any, match: str
 ) -> None:
+    def in_float32(outputs: list[Any], inputs: list[Any]) -> list[Any]:
+        wide = any(value.dtype == torch.float64 for value in inputs)
+        return outputs if wide else spoil(outputs)
+
     weight = torch.tensor(numbers, requires_grad=True)
     x = torch.eye(4) if function is chain else torch.ones(len(numbers))
-    backend = spoiling(lambda outputs, _: spoil(outputs))
     with pytest.warns(MiscompilationWarning, match=match):
-        found = verified(backend=backend)(function)(weight, x)
+        found = verified(backend=spoiling(in_float32))(function)(weight, x)
     torch.testing.assert_close(found, function(weight, x))
+
+
+def test_a_discontinuity_of_a_graph_with_dynamic_shapes_is_a_mismatch() -> None:
+    further = a_digit_further(2.0**-51)
+
+    def planted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        dynamic = any(isinstance(value, torch.SymInt) for value in inputs)
+        return further(graph, inputs) if dynamic else graph.forward  # so right in double
+
+    def discontinuous(weight: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.relu(weight * x - 1) * x.shape[0]
+
+    with pytest.warns(MiscompilationWarning):
+        torch.compile(discontinuous, backend=verified_backend(planted), dynamic=True)(
+            below(), torch.ones(2)
+        )
+
+
+def test_a_discontinuity_draws_no_random_number_of_the_callers() -> None:
+    further = a_digit_further(2.0**-51)
+
+    def drawing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if inputs[0].dtype == torch.float64:
+            torch.rand(3)
+        return further(graph, inputs)
+
+    checked, before = verified(backend=drawing)(stopped), torch.get_rng_state()
+    checked(below(), torch.ones(2))
+    assert stats(checked).graphs[0].reason
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_wrong_graph_of_a_function_that_amplifies_its_last_bits_is_a_mismatch() -> None:
+    def amplified(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(weight * 1e8) * x
+
+    weight = torch.rand(8, requires_grad=True)
+    wrong = verified(backend=spoiling(lambda outputs, _: [torch.cos(outputs[0]) * 0.7]))(amplified)
+    with pytest.warns(MiscompilationWarning):
+        torch.testing.assert_close(wrong(weight, torch.ones(8)), amplified(weight, torch.ones(8)))

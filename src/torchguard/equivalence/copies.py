@@ -351,7 +351,9 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
             names = {place: f"input {place}" for place in sources}
             if ends and sources:
-                outcome.gradients = send_backward(list(map(Output, ends)), sources, names)
+                outcome.gradients = send_backward(
+                    list(map(Output, ends)), sources, names, mixed=True
+                )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - likewise

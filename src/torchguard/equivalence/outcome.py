@@ -91,11 +91,13 @@ def send_backward(
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
     *,
     retain_graph: bool = False,
+    mixed: bool = False,
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
-    With ``retain_graph`` the graph of what was made before is left to the caller. ``sources`` may
-    have the edge of a tensor in its place.
+    It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel, and rises, or is
+    ``mixed``. With ``retain_graph`` the graph of what was made before is left to the caller.
+    ``sources`` may have the edge of a tensor in its place.
     """
     parameters = _leaves_behind([output.value for output in outputs], sources.values())
     wanted = [*sources.values(), *parameters]
@@ -108,7 +110,8 @@ def send_backward(
     ]
     if not wanted or not ends:
         return {}
-    sent = [counted(_cotangent(value, i), counts) for i, (value, counts) in enumerate(ends)]
+    cotangent = _mixed if mixed else _rising
+    sent = [counted(cotangent(value, i), counts) for i, (value, counts) in enumerate(ends)]
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad(
         [each.value for each in ends], wanted, sent, retain_graph=retain_graph, allow_unused=True
@@ -127,12 +130,14 @@ def send_backward(
     return gradients
 
 
-def _cotangent(value: torch.Tensor, place: int) -> torch.Tensor:
-    """Return the gradient to send backward: the same numbers in every precision, 0.5 to 1.5.
+def _rising(value: torch.Tensor, _: int) -> torch.Tensor:
+    """Return numbers whose sums narrow dtypes round alike, however long a padded dim is."""
+    numbers = torch.linspace(0.5, 1.5, value.numel(), device=value.device, dtype=torch.float64)
+    return numbers.to(value.dtype).view(value.shape)
 
-    They are positive, so that sums over a padded dim do not cancel, and a shift by a power of two
-    does not repeat them.
-    """
+
+def _mixed(value: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the same numbers in every precision, which a shift by a power of two changes."""
     numbers = torch.arange(place, place + value.numel(), device=value.device, dtype=torch.float64)
     numbers = (numbers * _GOLDEN % 1 + 0.5).to(torch.bfloat16).to(torch.float64)
     if value.is_complex():

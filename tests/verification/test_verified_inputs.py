@@ -168,7 +168,7 @@ def test_inputs_of_more_bytes_than_allowed_are_not_copied(limit: int, status: st
     compiled(x[:2], x[2:])
     (record,) = compiled.stats().graphs
     assert record.status == status
-    reason = "" if status == "verified" else "its inputs have 16 bytes, max_bytes is 15"
+    reason = "" if status == "verified" else "it has 16 bytes of tensors, max_bytes is 15"
     assert record.reason == reason
 
 

@@ -119,10 +119,11 @@ def _compare_shapes(
         entry = entries.get(index)
         for key, value in entry.items() if isinstance(entry, Mapping) else ():
             # What an optimizer of the user's keeps may have any shape, and may grow.
-            if not is_torchs or not isinstance(value, torch.Tensor) or not value.dim():
+            if not is_torchs or not isinstance(value, torch.Tensor):
                 continue
-            now = optimizer.state.get(parameter, {}).get(key)
-            like = parameter if key in _LIKE_PARAMETER else now
+            like = parameter if key in _LIKE_PARAMETER else None
+            if like is None and value.dim():  # what counts steps may be of any shape
+                like = optimizer.state.get(parameter, {}).get(key)
             if isinstance(like, torch.Tensor) and value.shape != like.shape:
                 faults.append(
                     f"{key} of parameter {index} has shape {tuple(value.shape)}, expected "

@@ -166,7 +166,7 @@ def test_on_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     found, texts = said(warned, torch.ones(2))
     assert found.tolist() == [3, 3]
     assert "the wrong version still runs" in texts[0]
-    assert "reproducer: none: a function that is compiled anew is right" in texts[0]
+    assert "reproducer: none: a script shows no difference: earlier calls matter" in texts[0]
 
 
 # --- what is right passes, and nothing of the comparison is left

@@ -290,6 +290,7 @@ COMPILED: dict[str, Callable[[], None]] = {
     "the generator of checkpoint() is renamed": lambda: renamed(generator()),
     "checkpoint() calls another generator": lambda: uncalled(generator()),
     "a local of checkpoint() is renamed": lambda: _local_renamed("gen"),
+    "a local of the generator of checkpoint() is renamed": lambda: _local_renamed("new_frame"),
     "step() calls no global hooks": lambda: _no_global_hooks(sys.modules["torch.optim.optimizer"]),
     "step() is wrapped otherwise": lambda: _hooks_otherwise(sys.modules["torch.optim.optimizer"]),
     "Adam._init_group is renamed": lambda: renamed(

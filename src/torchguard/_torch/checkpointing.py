@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Generator
 from types import MethodType
 from typing import Any
 
@@ -39,3 +41,17 @@ def called_by(function: Any) -> Any:
     if isinstance(function, MethodType) and function.__name__ in names:
         return function.__self__
     return function
+
+
+def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
+    """Switch the early stop off for the block whose generator is suspended in its first run."""
+    frame = getattr(generator, "gi_frame", None)
+    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
+    if hasattr(notes, "early_stop"):
+        notes.early_stop = False
+
+
+def generator_of_caller(depth: int) -> Generator[Any, Any, Any] | None:
+    """Return the generator of the ``checkpoint`` call ``depth`` frames above the caller."""
+    found = sys._getframe(depth + 1).f_locals.get("gen")
+    return found if isinstance(found, Generator) else None

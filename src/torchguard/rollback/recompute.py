@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from torchguard._events import record
 from torchguard._public import public
-from torchguard._pytree import reachable, with_children
+from torchguard._pytree import names_in, reachable, with_children
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
@@ -36,7 +36,15 @@ from torchguard._torch import (
     patch,
     version_of,
 )
-from torchguard._torch.checkpointing import GENERATOR, IMPORTED_BY, REENTRANT, called_by, given_to
+from torchguard._torch.checkpointing import (
+    GENERATOR,
+    IMPORTED_BY,
+    REENTRANT,
+    called_by,
+    generator_of_caller,
+    given_to,
+    run_to_the_end,
+)
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
 from torchguard.state.containers import generators_in, restore_container, same_objects
 from torchguard.state.process import RNGState, named_generators
@@ -82,6 +90,7 @@ class Block:
             for value in rare
             if isinstance(value, tuple) and any(id(t) in copied for t in _tensors_of(value))
         ]
+        self._objects = [*self._reached, *(v for v in rare if not isinstance(v, Tensor))]
         generators: list[Any] = []
         if keeps_random:
             # torch sets back its generator of the CPU, and those of the devices of the inputs.
@@ -97,9 +106,16 @@ class Block:
         if self._was_called:  # or is being called: a block may take gradients of its own
             return self.run_again(*args, **kwargs)
         self._was_called = True
+        self.let_end(generator_of_caller(1))
         result = self.function(*args, **kwargs)
         self.end()
         return result
+
+    def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
+        """Let torch run the block to its end the second time, if it calls rrelu."""
+        kinds: set[Any] = {type(module) for module in self._modules}
+        if any(map(_names_rrelu, self._objects)) or any(map(_calls_rrelu, kinds)):
+            run_to_the_end(generator)
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""
@@ -193,6 +209,26 @@ class _RefuseToUse(TorchDispatchMode):
 
 
 # ---- what a block reaches ----
+
+
+# The operator saves its noise before it has drawn it, and the early stop comes in between:
+# https://github.com/pytorch/pytorch/issues/193671
+_RRELU = {"rrelu", "rrelu_", "RReLU", "rrelu_with_noise", "rrelu_with_noise_"}
+
+
+def _names_rrelu(value: Any) -> bool:
+    """Whether a value is one of the functions above, or a function that calls one."""
+    if not isinstance(value, FunctionType):
+        return getattr(value, "__name__", None) in _RRELU
+    return not _RRELU.isdisjoint(names_in(value.__code__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _calls_rrelu(kind: Any) -> bool:
+    """Whether a method of a class calls rrelu."""
+    # Or a function of the same module that a method calls does.
+    functions = [v for k in kind.__mro__ for v in vars(k).values() if isinstance(v, FunctionType)]
+    return any(map(_names_rrelu, reachable(None, functions)))
 
 
 def _is_closed(module: nn.Module) -> bool:
@@ -323,6 +359,7 @@ def guard_generator(original: Callable[..., Any]) -> Callable[..., Any]:
         block = Block(fn, values, keeps_random=keeps_random)
         generator = original(block.run_again, *given, **options)
         next(generator)
+        block.let_end(generator)
         try:
             yield
         except BaseException as error:
@@ -430,7 +467,8 @@ def safe_checkpoint(
         RuntimeError: in backward: a parameter, or a tensor that the function captured or was given
             by name, was written in place since the first run. The message names it.
 
-    Upstream: https://github.com/pytorch/pytorch/issues/96136
+    Upstream: https://github.com/pytorch/pytorch/issues/96136,
+    https://github.com/pytorch/pytorch/issues/193671
 
     Cost:
         Copies of the buffers. Parameters and inputs are not copied.

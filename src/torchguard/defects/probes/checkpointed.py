@@ -83,3 +83,17 @@ def recompute_random() -> str | None:
         return (x * torch.rand((), generator=generator)).sin()
 
     return _difference(block, lambda: generator.manual_seed(0))
+
+
+@_recompute_defect(
+    "rrelu in training inside activation checkpointing has a wrong gradient",
+    upstream=issues(193671),
+    advice="Pass early_stop=False to checkpoint, or use_reentrant=True.",
+)
+def rrelu_checkpoint() -> str | None:
+    """Take the gradient of rrelu, whose noise is what backward multiplies with.
+
+    It is saved before it is drawn, and with the last saved tensor torch stops the second run.
+    """
+    block = partial(nn.functional.rrelu, training=True)
+    return _difference(block, lambda: torch.manual_seed(0))

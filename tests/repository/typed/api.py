@@ -201,6 +201,7 @@ def errors() -> None:
     kinds: tuple[type[torchguard.TorchGuardError], ...] = (
         torchguard.InconsistentTensorError, torchguard.PaddingLeakError,
         torchguard.DamagedFileError, torchguard.UnrecoverableStepError,
+        torchguard.errors.SaveError,
     )  # fmt: skip
     warning: type[UserWarning] = torchguard.MiscompilationWarning
     warning = torchguard.OverlapWarning

@@ -168,12 +168,13 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
                 seconds.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
             passes.append(seconds)
-    graphs, waste, longest = graphs_compiled(), 0.0, lengths.max(1)
+    graphs, longest = graphs_compiled(), [int(each) for each in lengths.max(1)]
+    if row in LADDERS:
+        longest = [LADDERS[row]().bucket_for(each) for each in longest]
+    # As stats().waste counts it, with the padding inside of a batch.
+    waste = sum(longest) * lengths.shape[1] / int(lengths.sum()) - 1
     if module is not None:
         waste, graphs = module.stats().waste, module.stats().graphs
-    elif row in LADDERS:
-        ladder = LADDERS[row]()
-        waste = sum(ladder.bucket_for(int(n)) for n in longest) / int(longest.sum()) - 1
     return {
         "seconds": [round(value, 6) for value in passes[0]],
         "total_s": sum(passes[0]),
@@ -299,7 +300,6 @@ BENCHMARK = Benchmark(
                 "a step later": "{steady_ms:.2f} ms",
                 "graphs": "{graphs}",
                 "recompiles": "{recompiles}",
-                "waste": "{waste:percent}",
                 "CUDA graphs": "{cuda_graphs}",
                 "memory reserved": "{gpu_bytes:bytes}",
             }

@@ -168,11 +168,11 @@ def run_row(  # noqa: PLR0917 - called in a process of its own, with these as JS
                 seconds.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
             passes.append(seconds)
-    graphs, longest = graphs_compiled(), [int(each) for each in lengths.max(1)]
+    graphs, sizes = graphs_compiled(), [int(each) for each in lengths.max(1)]
     if row in LADDERS:
-        longest = [LADDERS[row]().bucket_for(each) for each in longest]
+        sizes = [LADDERS[row]().bucket_for(each) for each in sizes]
     # As stats().waste counts it, with the padding inside of a batch.
-    waste = sum(longest) * lengths.shape[1] / int(lengths.sum()) - 1
+    waste = sum(sizes) * lengths.shape[1] / int(lengths.sum()) - 1
     if module is not None:
         waste, graphs = module.stats().waste, module.stats().graphs
     return {

@@ -171,7 +171,8 @@ def test_the_backend_is_found_by_name_with_no_import(tmp_path: Path) -> None:
         found = torch._dynamo.lookup_backend("torchguard")
         from torchguard.verification.backend import backend
         print(found is backend)
-        """
+        """,
+        fresh=True,  # the server of processes may have imported torchguard
     )
     assert printed.splitlines() == ["False", "True"]
 

@@ -147,8 +147,8 @@ class Benchmark:
         given: list[str],
         parser: argparse.ArgumentParser,
     ) -> None:
-        if options.lines is not None:  # a path of this machine, and no part of what was measured
-            place = given.index("--lines")
+        for option in {"--lines", "--json"}.intersection(given):  # paths of this machine
+            place = given.index(option)
             given = given[:place] + given[place + 2 :]
         head = {**context(self.name, given), "quick": options.quick}
         if options.json is not None and not options.quick:

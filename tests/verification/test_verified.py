@@ -184,6 +184,32 @@ def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
     assert "the largest difference is" in done.stdout
 
 
+class ReadmeNorm(nn.Module):
+    """The module of README, which inductor compiles wrong because its buffer is static."""
+
+    variance: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("variance", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.variance.lerp_(x.detach().var(dim=0), 0.1)
+        return (x / self.variance * self.weight).sum()
+
+
+def test_the_reproducer_has_the_buffers_and_parameters_static(tmp_path: Path) -> None:
+    norm = verified()(ReadmeNorm())
+    with pytest.warns(MiscompilationWarning):
+        norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).backward()
+    text = (tmp_path / "reproducers" / "ReadmeNorm.py").read_text()
+    assert text.count("torch._dynamo.mark_static_address(") == 2
+    done = run_python(text, folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gradient of input" in done.stdout
+
+
 # --- which calls are checked
 
 

@@ -69,6 +69,18 @@ def test_two_backends_are_counted_apart_and_the_process_counts_both_in_a_table()
     assert shown.splitlines()[-1].startswith("1 graphs: 0 verified, 1 mismatched, 0 unverified; ")
 
 
+def test_the_report_of_an_instance_that_runs_graphs_of_another_says_so() -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    first, second = (verified(backend="aot_eager")(Doubling()) for _ in range(2))
+    for each in (first, second):
+        each(torch.ones(2))
+    told = ["for another instance of this code" in str(stats(each)) for each in (first, second)]
+    assert told == [len(stats(each).graphs) == 0 for each in (first, second)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

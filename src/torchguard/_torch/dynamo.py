@@ -326,6 +326,14 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno)
 
 
+def is_static_address(tensor: torch.Tensor) -> bool:
+    """Whether Dynamo takes this tensor for one that stays: a parameter, a buffer, or a marked one.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
+    """
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
 def source_name(placeholder: Any) -> str:
     """Return how Dynamo reads an input of a graph, such as ``L['x']``; empty if it isn't noted."""
     name = getattr(getattr(placeholder, "_dynamo_source", None), "name", "")

@@ -228,7 +228,7 @@ class GraphCheck:
         eager.random = eager.random and draws_random_numbers(self.graph, inputs, self.owned)
         if eager.random and not self.draws_like_eager:
             self._settled = True  # no inputs will change that
-            hint = "; with the option fallback_random=True it can be checked"
+            hint = '; verified(options={"fallback_random": True}) can check it'
             raise UnverifiedError(
                 f"it draws random numbers, which {self.inner.name} may draw in its own way"
                 f"{hint if self.inner.name == 'inductor' else ''}"

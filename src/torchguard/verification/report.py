@@ -113,6 +113,11 @@ class VerificationReport:
             f"{len(self.graphs)} graphs: {self.verified} verified, {self.mismatched} mismatched, "
             f"{self.unverified} unverified; {self.seconds:.3f} s spent on checks"
         )
+        if not self.graphs:
+            summary += (
+                "\nIf it was called, its calls may run graphs that were compiled for another "
+                "instance of this code: print(torchguard.verification_report())"
+            )
         return "\n".join(line.rstrip() for line in [*lines, summary])
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from torchguard._pytree import names_in
+from torchguard._torch import is_static_address
 from torchguard.equivalence.copies import bytes_of, tensors_of
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.verification.backend import Inner
@@ -311,6 +312,8 @@ def _input_lines(inputs: Sequence[Any]) -> str:
         if value.requires_grad and value.is_leaf:
             made += ".detach().requires_grad_()"
         lines.append(f"{name} = {made}")
+        if is_static_address(value):  # the partitioner treats it in another way
+            lines.append(f"torch._dynamo.mark_static_address({name})")
     lines.append(f"return [{', '.join(f'input_{place}' for place in range(len(inputs)))}]")
     return "\n".join(f"    {line}" for line in lines)
 

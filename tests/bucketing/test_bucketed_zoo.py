@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from support.bucketed import in_time, same_gradients
+from support.slow import slow_except
 from support.zoo import (
     _SEQ2SEQ,
     _SIZES,
@@ -24,9 +26,8 @@ from support.zoo import (
 )
 from torchguard import Buckets, PaddingLeakError, bucketed
 
-pytestmark = pytest.mark.slow
-
 IN_TIME = [each for each in ZOO if each.dims]
+MASKED = [each for each in IN_TIME if each.mask is not None]
 TOLERANCE = 5e-5
 """Of the largest value, as bucketed allows it: sums over more terms round otherwise."""
 
@@ -71,7 +72,7 @@ def as_without_padding(
         same_gradients(found.loss, expected.loss, model.parameters(), share=TOLERANCE)
 
 
-@pytest.mark.parametrize("each", IN_TIME, ids=str)
+@pytest.mark.parametrize("each", slow_except(IN_TIME, "bert", "gpt2"), ids=str)
 def test_ragged_batches_are_as_without_padding(each: Architecture) -> None:
     model = each.build().train()
     wrapped = in_time(model, **options_of(each))
@@ -82,7 +83,7 @@ def test_ragged_batches_are_as_without_padding(each: Architecture) -> None:
         as_without_padding(each, model, wrapped, each.batch([13, 15]))
 
 
-@pytest.mark.parametrize("each", [each for each in IN_TIME if each.mask is not None], ids=str)
+@pytest.mark.parametrize("each", slow_except(MASKED, "bert", "gpt2"), ids=str)
 def test_without_its_mask_what_needs_one_is_refused(each: Architecture) -> None:
     model = each.build().train()
     dims = {name: spec for name, spec in each.dims.items() if name != each.mask}
@@ -99,6 +100,7 @@ def test_without_its_mask_what_needs_one_is_refused(each: Architecture) -> None:
                 wrapped(**batch)
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_as_it_comes() -> None:
     """Without ``outputs=``: which part of an output is real is derived, of a loop over time too."""
     each = _decoder("rwkv", "Rwkv", attention_hidden_size=16, context_length=64)
@@ -108,6 +110,7 @@ def test_a_recurrent_model_as_it_comes() -> None:
         as_without_padding(each, model, wrapped, each.batch(lengths, seed))
 
 
+@pytest.mark.slow
 def test_compiled_for_each_bucket() -> None:
     each = named("bert")
     model = each.build(to_compile=True).train()
@@ -143,7 +146,12 @@ def made(name: str) -> Any:
     return _made(stem, head, {**_SIZES, **_SEQ2SEQ}, decoder_start_token_id=0)().eval()
 
 
-@pytest.mark.parametrize(("name", "written"), _ROWS)
+_QUICK = ("BertForTokenClassification", "GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), slow_except(_ROWS, *_QUICK, name=operator.itemgetter(0))
+)
 def test_a_row_runs_and_equals_the_model(name: str, written: str) -> None:
     model = made(name)
     options = eval(f"dict({written})", {})  # noqa: S307 - a row of our own page
@@ -170,6 +178,7 @@ def test_a_row_runs_and_equals_the_model(name: str, written: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "sampled"), [([6, 3], True), ([2, 12], False)], ids=str)
 def test_generate_by_its_row_gives_the_tokens_of_the_model(
     lengths: list[int], sampled: bool

@@ -10,8 +10,6 @@ import pytest
 
 from support.child_process import JOIN_RANKS, run_ranks
 
-pytestmark = pytest.mark.slow
-
 # To start Python and torch costs seconds, so the ranks fork before they join a group: a child
 # for each point at which the victim ends.
 KILLED = (
@@ -122,6 +120,7 @@ print(json.dumps([killed(victim) for victim in (0, 1)]))
 )
 
 
+@pytest.mark.slow
 def test_a_kill_at_each_change_of_the_disk(tmp_path: Path) -> None:
     """The folder loads, and holds the old step or the new one, never a mix."""
     found: Any = run_ranks(KILLED, tmp_path)[0]
@@ -131,7 +130,7 @@ def test_a_kill_at_each_change_of_the_disk(tmp_path: Path) -> None:
         assert 1.0 in held
 
 
-PROGRAM = (
+BEGIN = (
     JOIN_RANKS
     + """
 import inspect, threading
@@ -185,6 +184,21 @@ def unpicklable(new):
     dcp.save({**state(2.0), f"b{rank}": other}, checkpoint_id=new)
 
 
+def tried(body):
+    error = said(whole, folder / "link", body)
+    left = [each.name for each in folder.iterdir() if "torchguard" in each.name]
+    dist.barrier()
+    result[body.__name__] = [error, held(folder / "link"), left]
+
+
+whole(folder / "link", saves(1.0))
+tried(raises)
+"""
+)
+
+PROGRAM = (
+    BEGIN
+    + """
 class Later(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
         go.wait(60)
@@ -197,12 +211,8 @@ def background(new):
 
 
 go, another = threading.Event(), dist.new_group()
-whole(folder / "link", saves(1.0))
-for body in (raises, unpicklable, background):
-    error = said(whole, folder / "link", body)
-    left = [each.name for each in folder.iterdir() if "torchguard" in each.name]
-    dist.barrier()
-    result[body.__name__] = [error, held(folder / "link"), left]
+for body in (unpicklable, background):
+    tried(body)
 go.set()
 said(future.result)
 result["second"] = [said(whole, folder / "link", saves(3.0)), held(folder / "link")]
@@ -281,10 +291,20 @@ print(json.dumps(result))
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def test_one_of_two_ranks_that_raises_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    of_first, of_last = run_ranks(BEGIN + "print(json.dumps(result))\n", tmp_path)
+    assert of_last["raises"] == ["ValueError: no more", [1.0], []]
+    assert of_first["raises"][0].startswith("SaveError: checkpoint_folder: no rank has saved")
+    assert of_first["raises"][1:] == [[1.0], []]
+
+
+# ---- on three ranks ----
+
+
+@pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow)])
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """Three: the first makes the folder, the last one fails, and one neither."""
-    return run_ranks(PROGRAM, tmp_path_factory.mktemp("folder"), 3)
+    return run_ranks(PROGRAM, tmp_path_factory.mktemp("folder"), request.param)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import torchguard
 from support.compiled import Counting
+from support.slow import slow_except
 from support.sweep import by_name, places, samples_of
-
-pytestmark = pytest.mark.slow
 
 NAMES = {
     *("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "index_copy"),
@@ -72,7 +71,10 @@ def _samples(operator: Any, most: int, *dtypes: torch.dtype) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("operator", OPERATORS, ids=_id)
+QUICK = ("gather", "index_put", "floor_divide", "nn.functional.embedding")
+
+
+@pytest.mark.parametrize("operator", slow_except(OPERATORS, *QUICK, name=_id), ids=_id)
 def test_eager(operator: Any) -> None:
     """Functions, methods and methods that write, each with samples and all bad samples."""
     places()  # remembered, so looked up outside of every scope
@@ -88,7 +90,7 @@ def test_eager(operator: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("operator", OPERATORS, ids=_id)
+@pytest.mark.parametrize("operator", slow_except(OPERATORS, *QUICK, name=_id), ids=_id)
 def test_compiled(operator: Any) -> None:
     """What AOTAutograd compiles, with the checks and without, in the same number of graphs.
 

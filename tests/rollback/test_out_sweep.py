@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch": nullcontext,
     "guarded": torchguard.guarded,
@@ -108,6 +105,7 @@ def with_room(case: OutCase, size: str, result: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_an_operator_with_room_in_out_is_as_on_torch() -> None:
     """Results, their identity, versions, warnings, error messages."""
     results = {}

@@ -12,6 +12,7 @@ import pytest
 import torchguard
 from support.child_process import output_of
 from support.document import blocks
+from support.slow import slow_except
 from support.small_training import bits
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +47,18 @@ for kill in options["then"]:
 print(json.dumps(result))
 """
 
-VARIANTS: dict[str, list[str]] = {
-    "fused": [],
-    "foreach": ["--optimizer", "foreach"],
-    "scaler": ["--precision", "float16"],
-    "workers": ["--workers", "2", "--optimizer", "foreach", "--precision", "float16"],
+KILLED: dict[str, dict[str, Any]] = {
+    "in each phase": {"steps": 8, "every": 1, "share": 0.4, "kills": 4},
+    "often": {"kills": 25},
+    "foreach": {"kills": 8, "given": ["--optimizer", "foreach"]},
+    "scaler": {"kills": 8, "given": ["--precision", "float16"]},
+    "workers": {
+        "kills": 8,
+        "given": ["--workers", "2", "--optimizer", "foreach", "--precision", "float16"],
+    },
+    "one of two ranks": {"kills": 8, "ranks": 2},
+    # No checkpoint comes before the end, except those of the interrupts.
+    "by Ctrl-C": {"steps": 12, "every": 12, "share": 0.2, "kills": 6, "number": signal.SIGINT},
 }
 
 
@@ -59,7 +67,7 @@ def trained(folder: Path, **options: Any) -> dict[str, Any]:
     for name, code in SCRIPTS.items():
         (folder / name).write_text(code, encoding="utf-8")
     default = {
-        "script": "train.py", "steps": 40, "every": 2, "share": 0.1, "kills": 25, "seed": 3,
+        "script": "train.py", "steps": 40, "every": 2, "share": 0.1, "kills": 0, "seed": 3,
         "ranks": 1, "given": [], "number": signal.SIGKILL, "then": [],
     }  # fmt: skip
     printed = output_of(PROGRAM, json.dumps({**default, **options}), str(folder))
@@ -72,43 +80,21 @@ def states(run: Path) -> list[Any]:
     return [bits({**each, "random": each["random"]["cpu"]}) for each in found]
 
 
-def check(folder: Path, **options: Any) -> dict[str, Any]:
+@pytest.mark.parametrize("name", slow_except(KILLED, "in each phase"))
+def test_killed_it_trains_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     """Both runs have printed the same, and have ended with the same checkpoints."""
-    runs = trained(folder, **options)
+    options = KILLED[name]
+    runs = trained(tmp_path, **options)
     lines = runs["calm"].items()
     if options.get("number") == signal.SIGINT:  # one that comes before a print() is not lost
         assert runs["killed"].items() <= lines
     else:
         assert runs["killed"].items() == lines
     assert len(lines) == options.get("steps", 40)
-    assert states(folder / "killed") == states(folder / "calm")
-    assert len(states(folder / "calm")) == options.get("ranks", 1)
-    return runs
-
-
-def test_killed_in_each_phase_it_trains_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    check(tmp_path, steps=8, every=1, share=0.4, kills=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_killed_often_it_trains_as_if_nothing_had_happened(variant: str, tmp_path: Path) -> None:
-    """25 times with the first optimizer, a few times with the others."""
-    kills = 25 if variant == "fused" else 8
-    runs = check(tmp_path, given=VARIANTS[variant], kills=kills)
+    assert states(tmp_path / "killed") == states(tmp_path / "calm")
+    assert len(states(tmp_path / "calm")) == options.get("ranks", 1)
     scales = {line.split()[-1] for line in runs["calm"].values()}
-    assert len(scales) == (5 if "float16" in VARIANTS[variant] else 1)  # it grows, and overflows
-
-
-@pytest.mark.slow
-def test_killed_on_one_of_two_ranks(tmp_path: Path) -> None:
-    check(tmp_path, ranks=2, kills=8)
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_the_step_that_was_committed_last(tmp_path: Path) -> None:
-    """No checkpoint comes before the end, but those of the interrupts."""
-    check(tmp_path, steps=12, every=12, share=0.2, kills=6, number=signal.SIGINT)
+    assert len(scales) == (5 if "float16" in options.get("given", ()) else 1)  # grows, overflows
 
 
 # ---- PyTorch alone ----
@@ -118,7 +104,7 @@ def test_ctrl_c_saves_the_step_that_was_committed_last(tmp_path: Path) -> None:
 def test_pytorch_alone_is_the_same_only_if_nothing_fails(tmp_path: Path) -> None:
     def run(name: str, script: str, **options: Any) -> dict[str, Any]:
         (tmp_path / name).mkdir()
-        return trained(tmp_path / name, script=script, steps=12, every=3, kills=0, **options)
+        return trained(tmp_path / name, script=script, steps=12, every=3, **options)
 
     expected = run("guarded", "train.py")["calm"]
     moments = [("forward", 5500, signal.SIGKILL), ("save", 20, signal.SIGKILL), None]

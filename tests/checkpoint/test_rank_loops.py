@@ -86,5 +86,3 @@ def test_a_loop_of_the_page_runs(tmp_path: Path, name: str) -> None:
 def test_the_group_of_the_page_ends_in_destroy_process_group() -> None:
     [page] = [each.code for each in blocks(PAGE.read_text("utf-8")) if each.language == "python"]
     assert output_of(page + THREADS) == "4\n[]\n"
-    late = page.replace("del model, agree", "")
-    assert "gloo" in output_of(late + THREADS)  # the test can fail

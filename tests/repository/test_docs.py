@@ -69,8 +69,6 @@ def test_blocks_of_the_readme() -> None:
     assert code
     # No name of another: nobody has to compile twice to try one.
     assert [each for each in code if _names_from_elsewhere(each)] == []
-    own = "import a\ndef f(x):\n    b = x\n    return a, b, c, len(d)\nf(e)\n"
-    assert _names_from_elsewhere(own) == {"c", "d", "e"}
 
 
 @functools.cache
@@ -110,7 +108,7 @@ def _exists(line: str) -> bool:
 
 
 def test_commands() -> None:
-    """Every command on a page exists; one that does not is found."""
+    """Every command on a page exists."""
     lines = {
         line
         for page in PAGES
@@ -120,20 +118,11 @@ def test_commands() -> None:
         if line.strip() and not line.startswith("#")
     }
     assert [line for line in sorted(lines) if not _exists(line)] == []
-    for line in (
-        "make docter", "python -m torchguard docter", "python -m torchguard doctor --colour",
-        "python benchmarks/bench_missing.py", "python -m benchmarks.missing", "python -m tests",
-        "curl https://example.org",
-        "pip install torchguard",  # another project's package
-    ):  # fmt: skip
-        assert not _exists(line), line
 
 
 def test_foreign_package() -> None:
     """No page says to install the other package of that name."""
     pattern = re.compile(r"install\s+(-\S+\s+)*torchguard(?![-\w])")
-    assert pattern.search("pip install -U torchguard")
-    assert not pattern.search("pip install torchguard-runtime")
     assert [page for page in PAGES if pattern.search(page.read_text(encoding="utf-8"))] == []
 
 
@@ -162,16 +151,9 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_links() -> None:
-    """Every link leads to a file and a heading; a broken one is found."""
+    """Every link leads to a file and a heading."""
     for page in PAGES:
         assert _broken_links(page, page.read_text(encoding="utf-8")) == [], page
-    text = "[a](docs/none.md) ![b](none.png) [c](docs/faq.md#none) [d](docs/faq.md) [e](#try-it)"
-    text += f" [f]({FILES}docs/none.md) [g]({FILES}docs/faq.md#none) [h]({FILES}docs/faq.md)"
-    wrong = ["docs/none.md", "none.png", "docs/faq.md#none"]
-    wrong += [f"{FILES}docs/none.md", f"{FILES}docs/faq.md#none"]
-    text += f" [i]({SITE}none.html) [j]({SITE}faq.html#none) [k]({SITE}faq.html) [l]({SITE})"
-    wrong += [f"{SITE}none.html", f"{SITE}faq.html#none"]
-    assert _broken_links(ROOT / "README.md", text) == wrong
 
 
 def test_absolute_links() -> None:
@@ -283,9 +265,6 @@ def test_page_of_defects() -> None:
     made = runpy.run_path(str(program))
     page = (ROOT / "docs" / "reference" / "defects.md").read_text(encoding="utf-8")
     assert page == made["page"](), "run python docs/make_defects.py"
-    assert page.count("| 2.6.0 | ") > 50
-    with pytest.raises(ValueError, match="no table"):
-        made["statuses"]("# Compatibility")
     # Each reproducer is whole, and needs PyTorch alone.
     programs = [block.code for block in blocks(page) if block.language == "py"]
     assert len(programs) == page.count("\n### ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import torchguard
 from support.child_process import output_of
 
 STUB = Path(torchguard.__file__).with_suffix(".pyi")
+TYPED = Path(__file__).parent / "typed" / "api.py"
 
 
 def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
@@ -33,6 +35,14 @@ def test_the_stub_has_the_same_names_from_the_same_modules() -> None:
     assert imported == {**homes, "__version__": "torchguard._public", "errors": "torchguard"}
     [listed] = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(listed) == sorted(torchguard.__all__)
+
+
+def test_the_typed_program_uses_every_public_name() -> None:
+    """It is what mypy and pyright check."""
+    text = TYPED.read_text(encoding="utf-8")
+    body = text[text.index("def mutation") :]
+    unused = [name for name in torchguard.__all__ if not re.search(rf"\b{name}\b", body)]
+    assert unused == []
 
 
 def test_public_objects_say_that_they_are_torchguards() -> None:

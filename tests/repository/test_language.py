@@ -77,8 +77,3 @@ def test_the_readme_is_one_screen() -> None:
     prose = re.sub(r"^```.*?^```", "", readme, flags=re.MULTILINE | re.DOTALL)
     assert len(readme) <= 6500
     assert len(re.findall(r"`[^`]+`", prose)) <= 40
-
-
-def test_sentences_are_found() -> None:
-    page = "# A\n\nOne is here. `x` is [two](a.md).\n\n- three is\n  here\n"
-    assert sentences(page) == ["One is here.", "`x` is [two].", "three is here"]

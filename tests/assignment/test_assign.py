@@ -298,6 +298,18 @@ def test_in_place_the_result_and_every_alias_is_right() -> None:
         assert torch.autograd.grad(out.sum(), value)[0] == 12
 
 
+# --- on a GPU
+
+
+@pytest.mark.cuda
+def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
+    t = torch.zeros(3, 4, device="cuda")
+    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
+        expected = t.clone()
+        expected[index] = 1.0
+        assert torch.equal(sliced_assign(t, index, torch.tensor(1.0)), expected)
+
+
 # --- export
 
 

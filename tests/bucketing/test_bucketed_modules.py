@@ -227,6 +227,23 @@ def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_outputs_of_a_bucketed_cuda_graph_stay_when_it_is_replayed(device: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2 + 1
+
+    torch.compiler.reset()
+    on_gpu = device == "cuda"
+    options = {"mode": "reduce-overhead"} if on_gpu else {"backend": "aot_eager"}
+    call = wrap(model, buckets=[8, 16], compile=options)
+    inputs = [torch.randn(length, 4, device=device) for length in (5, 7, 8, 11, 16, 5, 3)]
+    outputs = [call(x) for x in (*inputs, *inputs)]
+    for x, found in zip((*inputs, *inputs), outputs, strict=True):
+        assert torch.equal(found, model(x))
+    assert call.stats().graphs == 2
+
+
+@pytest.mark.slow
 def test_flex_attention() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
 

@@ -1,4 +1,4 @@
-"""The guards on a GPU. Every test runs on the CPU too, where it can, so that it is known to work.
+"""Rollback on a GPU. Every test runs on the CPU too, where it can, so that it is known to work.
 
 What fails must fail on the host: a bad index in a CUDA kernel ends the context, and nothing can be
 undone then.
@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch.utils import dlpack
 
-import torchguard
 from support.gpu import each_device, little_memory, out_of_memory
 from support.kinds import state
 from support.ways import Way, differences, each_way, outcome_of
-from torchguard import Buckets, bucketed, guarded, rollback_on_error
+from torchguard import guarded, rollback_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,49 +102,3 @@ def test_what_is_rolled_back_on_a_stream_is_right_on_that_stream() -> None:
             raise ValueError
     side.synchronize()
     assert torch.equal(x, expected)
-
-
-# --- compiled code
-
-
-def model(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x) * 2 + 1
-
-
-@pytest.mark.cuda
-def test_a_cuda_graph_is_recorded_per_bucket_and_not_per_size() -> None:
-    from torchguard.defects.catalog import find  # noqa: PLC0415
-
-    defect = find("cudagraph-shapes")
-    if defect.run() is None:
-        pytest.skip("this torch records one CUDA graph for all sizes")
-    torch.compiler.reset()
-    assert defect.run(guarded=True) is None
-
-
-@pytest.mark.slow
-@each_device
-def test_outputs_of_a_bucketed_cuda_graph_stay_when_it_is_replayed(device: str) -> None:
-    call = bucketed(
-        model,
-        dims={"x": {0: "t"}},
-        buckets=Buckets([8, 16]),
-        compile={"mode": "reduce-overhead"} if device == "cuda" else {"backend": "aot_eager"},
-    )
-    inputs = [torch.randn(length, 4, device=device) for length in (5, 7, 8, 11, 16, 5, 3)]
-    outputs = [call(x) for x in (*inputs, *inputs)]
-    for x, found in zip((*inputs, *inputs), outputs, strict=True):
-        assert torch.equal(found, model(x))
-    assert call.stats().graphs == 2
-
-
-# --- indexed assignment
-
-
-@pytest.mark.cuda
-def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
-    t = torch.zeros(3, 4, device="cuda")
-    for index in (torch.tensor([0, 2]), torch.tensor([True, False, True]), [0, 2], slice(1, 2)):
-        expected = t.clone()
-        expected[index] = 1.0
-        assert torch.equal(torchguard.sliced_assign(t, index, torch.tensor(1.0)), expected)

@@ -11,8 +11,6 @@ import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 from torchguard.replicas import _hash
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = (
     JOIN_RANKS
     + '''
@@ -205,10 +203,10 @@ print(json.dumps(result))
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=[pytest.param(4, marks=pytest.mark.slow)])
+def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """Four, in two dimensions for HSDP."""
-    return run_ranks(PROGRAM, tmp_path_factory.mktemp("replicas"), 4)
+    return run_ranks(PROGRAM, tmp_path_factory.mktemp("replicas"), request.param)
 
 
 RIGHT = ["right", "accumulation", "norm", "frozen", "ignored", "unused", "fsdp", "tp"]

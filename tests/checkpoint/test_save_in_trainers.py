@@ -14,8 +14,6 @@ import torch
 
 import torchguard
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def compile_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +77,7 @@ def test_what_safetensors_refuses_it_refuses_in_its_own_words(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_hugging_faces_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)
@@ -97,6 +96,7 @@ def test_hugging_faces_trainer(tmp_path: Path) -> None:
     assert {name: found[name] for name in written} == dict.fromkeys(written, True)
 
 
+@pytest.mark.slow
 def test_lightning_on_another_file_system(tmp_path: Path) -> None:
     """fsspec writes to the temporary folder and copies onto the target if that is elsewhere."""
     shared = Path("/dev/shm")  # noqa: S108

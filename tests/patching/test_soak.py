@@ -13,8 +13,6 @@ import torch
 
 import torchguard
 
-pytestmark = pytest.mark.slow
-
 SHARED = torchguard.guarded()
 
 

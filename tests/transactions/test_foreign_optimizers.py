@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 import torchguard
 from support.small_training import bits
 
-pytestmark = pytest.mark.slow
-
 
 class Counter:
     def __init__(self) -> None:

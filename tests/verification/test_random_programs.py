@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_leaves
 import torchguard
 from support.miscompiling import verified_backend
 from support.random_programs import Program, attempt, program
+from support.slow import slow_except
 from support.zoo import Architecture, named
 from torchguard import verified
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_reports")]
+pytestmark = pytest.mark.usefixtures("fresh_reports")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
 def test_no_program_that_is_compiled_right_is_a_mismatch() -> None:
     """Programs go through AOTAutograd, which writes each of them anew."""
@@ -62,6 +64,7 @@ def _function(name: str) -> Any:
     return getattr(namespace, name.removeprefix("nn.functional."))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_samples_raise_no_false_alarm() -> None:
     by_name = {info.name: info for info in reversed(op_db)}  # the first of its variants
@@ -98,6 +101,7 @@ def _without_copies(
     return attempt(made, lambda _: compile_(_less_copies(made).function()), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
 @pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
 def test_programs_that_overlap_are_wrong_in_plain_eager_and_right_guarded_or_verified() -> None:
@@ -136,7 +140,9 @@ def assert_same(found: list[Any], want: list[Any], *, bits: bool) -> None:
 
 # Other ways to mix positions, experts or pixels.
 @pytest.mark.filterwarnings("error::torchguard.MiscompilationWarning")
-@pytest.mark.parametrize("name", ["mixtral", "t5", "residual-convnet"])
+@pytest.mark.parametrize(
+    "name", slow_except(["mixtral", "t5", "residual-convnet"], "residual-convnet")
+)
 def test_what_is_checked_is_eagers_result_bit_for_bit(name: str) -> None:
     """In training, with gradients; each graph is verified.
 

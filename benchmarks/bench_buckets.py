@@ -284,7 +284,7 @@ BENCHMARK = Benchmark(
     "buckets",
     "How long does a stream of batches of many lengths take, in every way to run it?",
     run,
-    rounds=51,
+    rounds=9,
     options={
         "--batches": {"type": int, "default": BATCHES, "help": "of the stream"},
         "--phase": {"choices": PHASES, "help": "one of them only"},
@@ -300,6 +300,7 @@ BENCHMARK = Benchmark(
                 "a step later": "{steady_ms:.2f} ms",
                 "graphs": "{graphs}",
                 "recompiles": "{recompiles}",
+                "waste": "{waste:percent}",
                 "CUDA graphs": "{cuda_graphs}",
                 "memory reserved": "{gpu_bytes:bytes}",
             }

@@ -230,7 +230,7 @@ BENCHMARK = Benchmark(
             "per step in the mean; {epochs} epochs of each kind of lengths. A rule is followed by "
             "what lengths are rounded up to: the longest of the batch, multiples of 64, or the "
             "best ladder of so many sizes for what the rule made. The largest step is over the "
-            "mean one: what memory has to hold.",
+            "mean one, at worst: what memory has to hold.",
             rows=_totals,
         ),
     ),

@@ -127,7 +127,7 @@ BENCHMARK = Benchmark(
     "verified",
     "What does checking a compiled graph cost: the first call, its memory, every call after it?",
     run,
-    rounds=5,
+    rounds=3,
     quick_rounds=1,
     tables=(
         Table(

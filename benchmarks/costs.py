@@ -6,7 +6,7 @@ The README and the pages of the functions show some of these rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.bench_end_to_end import by_guard
@@ -53,20 +53,19 @@ class Cost:
 
 
 FUSED = Cost(
-    "a training step in `transaction`, AdamW fused", "transaction", "decoder-transaction-fused"
-)
+    "a training step in `transaction`, AdamW fused", "transaction", "decoder-transaction-fused",
+    memory="no copies",
+)  # fmt: skip
 FOREACH = Cost(
     "a training step in `transaction`, AdamW foreach", "transaction", "decoder-transaction-foreach",
     memory="{held:bytes} of copies, parameters {parameters:bytes}", memory_id="decoder-foreach",
 )  # fmt: skip
 FIRST_CALL = Cost(
-    "the first call of a `verified` transformer",
-    "verified",
-    "first-transformer",
+    "the first call of a `verified` transformer", "verified", "first-transformer",
     time="{plain_seconds.median:.1f} → {checked_seconds.median:.1f} s",
-    memory="peak {memory_ratio.median:times}",
-    part="first_calls",
-)
+    memory="peak {memory_ratio.median:times}", part="first_calls",
+)  # fmt: skip
+MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
 ALL_GUARDS, WORST = (
     Cost(f'{step}, `install("all")`', "end_to_end", "all", time=name, ratio=f"{{{of}:.2f}} times")
@@ -78,41 +77,41 @@ ALL_GUARDS, WORST = (
 RESIZE = (
     Cost("`safe_resize_`, the same size", "resize", "same-size-helper"),
     Cost("`safe_resize_`, growing by 1 MB", "resize", "grow-1mb"),
+    Cost("`safe_set_`", "resize", "set-helper"),
     Cost('`resize_`, the same size, `install("resize")`', "resize", "same-size-install"),
     Cost('`torch.add` without `out=`, `install("out")`', "resize", "add-without-out"),
     Cost('`torch.add` with `out=`, `install("out")`', "resize", "add-with-out"),
     Cost("entering and leaving `guarded()`", "resize", "guarded-enter"),
     Cost("`rollback_on_error(a)`, 10 elements", "resize", "rollback-small"),
-    Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="1 MB"),
+    Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="`a`"),
 )
-_python = 'a call after the first, against="python"'
-VERIFIED = (FIRST_CALL, LATER_CALL, Cost('the same, `against="python"`', "verified", _python))
+PYTHON = Cost(
+    'the same, `against="python"`', "verified", 'a call after the first, against="python"'
+)
+VERIFIED = (FIRST_CALL, MANY_LENGTHS, LATER_CALL, PYTHON)
+OLD = "the old file on disk, until the new one is whole"
 COSTS = (
     FUSED,
     FOREACH,
-    Cost("`save` of 1 GB", "checkpoint", "save-1024MB"),
-    Cost("`save` of 1 GB, `fsync=True`", "checkpoint", "save-1024MB-fsync"),
+    Cost("`save` of 1 GB", "checkpoint", "save-1024MB", memory=OLD),
+    Cost("`save` of 1 GB, `fsync=True`", "checkpoint", "save-1024MB-fsync", memory=OLD),
     Cost("`load` of 1 GB, checksums compared", "checkpoint", "load-1024MB"),
     Cost("`load_state_dict` of ResNet-50", "checkpoint", "load_state_dict-resnet-50"),
-    Cost("`checkpoint_folder`, 1 GB sharded", "checkpoint", "save-shards"),
+    Cost("`checkpoint_folder`, 1 GB sharded", "checkpoint", "save-shards", memory=OLD),
+    Cost("`load_sharded` of 1 GB", "checkpoint", "load-shards", memory="a tensor of a file"),
     *VERIFIED,
-    Cost("a call of `bucketed`, padded, 8 buckets", "buckets", "padded-8", part="overhead"),
+    Cost("a call of `bucketed`, padded, 8 buckets", "buckets", "padded-8", part="overhead",
+         memory="the padded inputs"),
     Cost("`sliced_assign` of a slice", "assign", "slice, 100,000 elements, eager, forward"),
     Cost("the same, compiled", "assign", "slice, 100,000 elements, compiled, forward"),
-    Cost(
-        'a step of a checkpointed transformer, `install("recompute")`', "recompute",
-        "transformer-guard", memory="{held:bytes}", memory_id="transformer",
-    ),
+    Cost('a step of a checkpointed transformer, `install("recompute")`', "recompute",
+         "transformer-guard", memory="{held:bytes}", memory_id="transformer"),
     *RESIZE,
     Cost('`x.add_(y)` of 10 elements, `install("overlap")`', "resize", "overlap-x.add_(y)"),
-    Cost(
-        '`embedding` of 16,384 ids, `install("checks")`', "resize",
-        "checks-embedding, 16,384 ids, 768 columns",
-    ),
-    Cost(
-        "`import torchguard` after `import torch`", "import", "import torchguard",
-        time="{clock_ms.median:.1f} ms", ratio="",
-    ),
+    Cost('`embedding` of 16,384 ids, `install("checks")`', "resize",
+         "checks-embedding, 16,384 ids, 768 columns"),
+    Cost("`import torchguard` after `import torch`", "import", "import torchguard",
+         time="{clock_ms.median:.1f} ms", ratio=""),
     ALL_GUARDS,
     WORST,
 )  # fmt: skip

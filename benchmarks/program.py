@@ -152,7 +152,7 @@ class Benchmark:
             given = given[:place] + given[place + 2 :]
         head = {**context(self.name, given), "quick": options.quick}
         if options.json is not None and not options.quick:
-            if str(head["revision"]).endswith("-dirty"):
+            if str(head["revision"] or "-dirty").endswith("-dirty"):
                 parser.error("--json: a record is of a commit; commit the changed files first")
             if (load := head["load_average_at_start"]) is not None and load >= MOST_LOAD:
                 print(f"load average {load}: not a quiet machine, do not commit the record")

@@ -158,6 +158,7 @@ FIGURES: tuple[tuple[str, str, Callable[[costs.Newest], str]], ...] = (
     ("docs/process/resize.md", "costs", partial(costs.table, costs.RESIZE)),
     ("docs/compile/verified.md", "costs", partial(costs.table, costs.VERIFIED)),
     ("docs/compile/bucketed.md", "stream", partial(_whole, "buckets")),
+    ("docs/compile/batches.md", "waste", partial(_whole, "sampler")),
 )
 """A page, the mark in it, and what makes the text there of the newest records."""
 

@@ -63,7 +63,7 @@ FOREACH = Cost(
 FIRST_CALL = Cost(
     "the first call of a `verified` transformer", "verified", "first-transformer",
     time="{plain_seconds.median:.1f} → {checked_seconds.median:.1f} s",
-    memory="peak {memory_ratio.median:times}", part="first_calls",
+    memory="peak of the process {memory_ratio.median:times}", part="first_calls",
 )  # fmt: skip
 MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")

@@ -83,10 +83,8 @@ class _Events(TorchDispatchMode):
         self.seen.add(part)
 
 
-def _run(
-    script: Path, arguments: list[str], kill: Kill | None, memory: int | None
-) -> dict[str, int]:
-    """Run a script; return how often each phase has had an event."""
+def _run(script: Path, arguments: list[str], kill: Kill | None, memory: int | None) -> None:
+    """Run a script; write how often each phase has had an event."""
     events = _Events(kill, memory, arguments[arguments.index("--folder") + 1])
     backward: Any = torch.Tensor.backward
     scaler: Any = torch.amp.GradScaler  # lets its scale grow within a few steps
@@ -119,9 +117,12 @@ def _run(
     sys.addaudithook(events.audit)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    with events:
-        runpy.run_path(str(script), run_name="__main__")
-    return events.counts
+    try:
+        with events:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.write(f"counts {json.dumps(events.counts)}\n")
+        sys.stdout.flush()
 
 
 class Outcome(NamedTuple):
@@ -178,9 +179,7 @@ class Script:
                 os.environ.update(GLOO_SOCKET_IFNAME="lo")
             output = self.output if rank == 0 else os.devnull
             os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-            counts = _run(self.file, self.arguments, kill, memory)
-            sys.stdout.write(f"counts {json.dumps(counts)}\n")
-            sys.stdout.flush()
+            _run(self.file, self.arguments, kill, memory)
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 # A compiler's helper processes would take turns on the cores that xdist has filled.
@@ -20,13 +21,14 @@ import torch
 from _pytest._io.saferepr import SafeRepr
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
+from support import child_process
 from support.residue import Residue
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-LIMIT = 600
-"""Seconds that a test may take with its fixtures; a program that it starts has its own limit."""
+LIMIT = child_process.LIMIT + 60
+"""Seconds that a test may take with its fixtures; the processes that it starts end before it."""
 
 
 def _shown(_: SafeRepr, tensor: torch.Tensor, __: int) -> str:
@@ -90,6 +92,7 @@ def freeze_what_was_imported() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End a test that hangs, with the stacks of all threads: its worker is replaced."""
     stderr = item.config.stash[fault_handler_stderr_fd_key]
+    child_process.deadline = time.monotonic() + child_process.LIMIT
     faulthandler.dump_traceback_later(LIMIT, exit=True, file=stderr)
     try:
         return (yield)

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import torchguard
+from support.child_process import run_command
 from support.writers import kill_after, left, names, repeat, start, status
 from torchguard._files import temporary_name
 from torchguard.checkpoint import folder as folder_module
@@ -300,8 +300,7 @@ os.chmod(folder / "run.2", 0o755)
 
 def test_an_old_folder_that_is_write_protected_stays_whole() -> None:
     with tempfile.TemporaryDirectory() as folder:  # others than its owner may enter its parents
-        line = [sys.executable, "-c", PROTECTED, folder]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        done = run_command([sys.executable, "-c", PROTECTED, folder])
     assert done.stdout.splitlines() == ["True 1"], done.stderr
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from support.child_process import run_command, started
 from torchguard.cli import DOCUMENTATION, demo
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the whole demo prints, and its picture."""
     picture = tmp_path_factory.mktemp("demo") / "losses.png"
     line = [sys.executable, "-m", "torchguard", "demo", "--picture", str(picture)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = run_command(line)
     assert not done.stderr
     return done.stdout, picture
 
@@ -60,10 +59,8 @@ def test_without_matplotlib_it_says_what_to_install(
 
 
 def test_an_act_that_dies_is_lost() -> None:
-    process: Any = subprocess.Popen(
-        [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    failed, text, _ = demo._ended(process)
+    line = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with started(line) as process:
+        failed, text, _ = demo._ended(process)
     assert failed
     assert text == "the process ended with -9"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchguard
+from support.child_process import run_command
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION
 from torchguard.defects.catalog import all_ids
@@ -23,10 +24,7 @@ def test_nothing_that_prints_a_text_imports_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, *arguments]
-        return subprocess.run(
-            line, capture_output=True, text=True, check=False, cwd="/", env=environment
-        )
+        return run_command([sys.executable, *arguments], cwd="/", env=environment)
 
     for start in (["-m", "torchguard"], [str(script)]):
         assert run(*start, "--version").stdout == f"torchguard {torchguard.__version__}\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.child_process import run_python
+from support.child_process import run_command, run_python, started
 from torchguard.__main__ import main
 from torchguard.patching.guards import GUARDS
 
@@ -25,8 +25,7 @@ posix_only = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 
 def execute(*arguments: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False, **options)
+    return run_command([sys.executable, *arguments], cwd=folder, **options)
 
 
 # What ``python -m torchguard`` does, in a process that has imported torch.
@@ -153,13 +152,11 @@ class TestProgram:
         """Interrupted, it dies of the signal."""
         write(tmp_path / "waits.py", "import time; print('ready', flush=True); time.sleep(60)")
         line = [sys.executable, *RUN, "waits.py"]
-        with subprocess.Popen(
-            line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as program:
+        with started(line, cwd=tmp_path) as program:
             assert program.stdout is not None
             assert program.stdout.readline() == "ready\n"
             program.send_signal(signal.SIGINT)
-            _, errors = program.communicate(timeout=120)
+            _, errors = program.communicate()
         assert program.returncode == -signal.SIGINT
         assert errors.splitlines()[-1] == "KeyboardInterrupt"
 
@@ -217,7 +214,6 @@ class TestGuards:
     def test_torchrun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are on in every rank of torchrun, and are those asked for."""
         program = """
-            import os, sys
             import torch.distributed as ranks
             import torchguard
             ranks.init_process_group("gloo")
@@ -226,8 +222,6 @@ class TestGuards:
             if ranks.get_rank() == 0:
                 print("seen:", *seen)
             ranks.destroy_process_group()
-            sys.stdout.flush()
-            os._exit(0)  # a thread of gloo may still hold a tensor: pytorch issue 190489
         """
         write(tmp_path / "trains.py", program)
         monkeypatch.chdir(tmp_path)

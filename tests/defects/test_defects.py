@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import torchguard
-from support.child_process import output_of, wait_until_gone
+from support.child_process import output_of, started, wait_until_gone
 from support.planted import STEPS, row
 from torchguard.defects.catalog import FAMILIES, all_defects, all_ids
 from torchguard.defects.diagnosis import DoctorReport
@@ -143,14 +142,13 @@ if "supervise()" in str(sys.orig_argv):
         mark.unlink(missing_ok=True)
         line = [sys.executable, "-m", "torchguard", "doctor", "--only", "planted-hang"]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        doctor = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 240
-        while not (mark.exists() and mark.read_text().count(" ")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        doctor.send_signal(number)
-        _, errors = doctor.communicate(timeout=120)
-        for pid in mark.read_text().split():
-            assert wait_until_gone(int(pid))
+        with started(line, env=environment) as doctor:
+            while doctor.poll() is None and not (mark.exists() and " " in mark.read_text()):
+                time.sleep(0.05)
+            doctor.send_signal(number)
+            _, errors = doctor.communicate()
+            for pid in mark.read_text().split():
+                assert wait_until_gone(int(pid))
         if number is signal.SIGINT:
             assert doctor.returncode == 130
             assert errors.endswith("torchguard doctor: interrupted\n")

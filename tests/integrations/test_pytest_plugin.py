@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
+
+from support.child_process import run_command, started
 
 pytestmark = pytest.mark.slow
 
@@ -87,15 +90,14 @@ def sessions(tmp_path_factory: pytest.TempPathFactory) -> Sessions:
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # loading the others takes a second
     # By name, because in a bare checkout there is no entry point that names the plug-in.
     start = [sys.executable, "-m", "pytest", "-ra", "-p", "pytest_torchguard"]
-    running = {
-        name: subprocess.Popen(
-            [*start, "-p", "no:cacheprovider", *options],
-            cwd=folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for name, options in SESSIONS.items()
-    }  # fmt: skip
-    printed = {name: each.communicate(timeout=240)[0] for name, each in running.items()}
+    start += ["-p", "no:cacheprovider"]
+    options: Any = {"cwd": folder, "env": environment, "stderr": subprocess.STDOUT}
+    with contextlib.ExitStack() as all_of_them:
+        running = {
+            name: all_of_them.enter_context(started([*start, *arguments], **options))
+            for name, arguments in SESSIONS.items()
+        }
+        printed = {name: each.communicate()[0] for name, each in running.items()}
     return {name: (each.returncode, printed[name]) for name, each in running.items()}
 
 
@@ -111,8 +113,7 @@ def test_off(sessions: Sessions) -> None:
     assert failed(sessions["off"][1]) == ["fails_for_another_reason", "out", "resize"]
     program = "import sys, pytest_torchguard; print({'torch', 'torchguard'} & set(sys.modules))"
     line = [sys.executable, "-c", program]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert run_command(line).stdout == "set()\n"
 
 
 def test_default(sessions: Sessions) -> None:

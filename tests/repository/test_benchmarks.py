@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from benchmarks import report
 from benchmarks.__main__ import main
 from benchmarks.machine import ROOT
 from benchmarks.stream import lines_of
+
+from support.child_process import run_command
 
 
 def test_the_committed_pages_say_what_the_records_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +25,7 @@ def test_what_the_command_finds_becomes_records_and_pages(tmp_path: Path) -> Non
     out, taken = tmp_path / "out", tmp_path / "taken"
     line = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--minutes", "8"]
     line += ["--only", "assign,cuda_tests", "--out", str(out)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    done = run_command(line, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl"]
     for name in ("cuda_tests", "assign"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchguard
+from support.child_process import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ PACKAGES = ("torchguard", "pytest_torchguard")
 def build(source: Path, target: Path, *kinds: str) -> dict[str, Path]:
     environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
     line = [sys.executable, "-m", "build", "--no-isolation", *kinds, "-o", str(target), str(source)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    done = run_command(line, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return {path.suffix: path for path in target.iterdir()}
 
@@ -39,7 +39,7 @@ def installed(dist: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("installed")
     options = ("--no-deps", "--no-index", "--quiet", "--target", str(folder))
     line = [sys.executable, "-m", "pip", "install", *options, str(dist[".whl"])]
-    subprocess.run(line, capture_output=True, check=True)
+    assert run_command(line).returncode == 0
     return folder
 
 
@@ -86,9 +86,7 @@ def test_changelog() -> None:
 def run_installed(installed: Path, *arguments: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     line = [sys.executable, *arguments]
-    done = subprocess.run(
-        line, capture_output=True, text=True, check=False, cwd=folder, env=environment
-    )
+    done = run_command(line, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

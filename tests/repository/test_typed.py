@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.child_process import output_of
+from support.child_process import output_of, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +24,7 @@ def test_the_program_runs(tmp_path: Path) -> None:
 
 def pyright(path: Path) -> Any:
     line = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable]
-    done = subprocess.run(
-        [*line, "--project", str(path)], capture_output=True, text=True, check=False
-    )
-    return json.loads(done.stdout)
+    return json.loads(run_command([*line, "--project", str(path)]).stdout)
 
 
 @pytest.mark.skipif(

@@ -105,9 +105,7 @@ with contextlib.suppress(ValueError), rollback_on_error(tensor, data=True):
 result["rolled back"] = torch.equal(local, before)
 result["safe_resize_"] = outcome(lambda: safe_resize_(tensor, 3, 3))
 result["resized"] = [list(tensor.shape), is_consistent(tensor)]
-print(json.dumps(result), flush=True)
-dist.barrier()
-dist.destroy_process_group()
+print(json.dumps(result))
 """
 )
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import operator
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchguard
+from support.child_process import run_command
 from support.compiled import Counting
 from support.modes import DispatchMode, FunctionMode
 from torchguard import OverlapWarning
@@ -343,7 +343,7 @@ def test_the_line_of_what_is_typed_is_named(given: list[str]) -> None:
     program = 'import torch, torchguard\ntorchguard.install("overlap")\nx = torch.ones(3, 4)\n'
     program += "x -= x[:, :1]\n"
     command = [sys.executable, *given, *([program] if given == ["-c"] else [])]
-    done = subprocess.run(command, input=program, capture_output=True, text=True, check=True)
+    done = run_command(command, program)
     assert re.search(r"<(stdin|string)>:4: OverlapWarning", done.stderr), done.stderr
 
 

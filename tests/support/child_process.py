@@ -2,7 +2,11 @@
 
 A process is a fork of ``multiprocessing``'s server, which has imported torch: an import takes
 a second. Nothing else of torch (Dynamo, torchguard) is imported there. ``fresh=True`` starts an
-interpreter instead. A program that runs too long ends with the stacks of all its threads.
+interpreter instead.
+
+All processes of a test end at its ``deadline``, before the test itself ends: each prints the
+stacks of all its threads. A process that is started here has a group of its own, and the group
+gets SIGABRT, which faulthandler answers. A fork of the test's own process gets SIGALRM.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import gc
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -20,16 +26,89 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT = 400
-"""Seconds after which a program is ended."""
+LIMIT = 420
+"""Seconds that the processes of a test may take: three times what the longest takes alone."""
+deadline = time.monotonic() + LIMIT
+"""When the processes of the test that runs now are ended; conftest sets it for each test."""
 
-_LIMITED = f"import faulthandler; faulthandler.dump_traceback_later({LIMIT}, exit=True)\n"
+
+def _left() -> float:
+    return max(deadline - time.monotonic(), 1)
+
+
+def _limit_this_fork() -> None:
+    """Have the stacks printed on SIGALRM: no thread of a watchdog survives a fork."""
+    faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
+    signal.alarm(math.ceil(_left()))
+
+
+os.register_at_fork(after_in_child=_limit_this_fork)
+
+
+def _kill(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+@contextlib.contextmanager
+def _limited(group: int) -> Iterator[threading.Event]:
+    """End a group of processes after a block, and at the deadline with the stacks of all."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        _kill(group, signal.SIGABRT)
+        time.sleep(5)  # to print
+        _kill(group, signal.SIGKILL)
+
+    timer = threading.Timer(_left(), end)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()
+        _kill(group, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started(line: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a command, and end it and what it has left running with the block."""
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options["env"] = {**options.get("env", os.environ), "PYTHONFAULTHANDLER": "1"}
+    options = {**pipes, **options, "text": True, "start_new_session": True}
+    with subprocess.Popen(line, **options) as running, _limited(running.pid) as late:
+        try:
+            yield running
+        finally:
+            if late.is_set():
+                ends = (running.stdout, running.stderr)
+                rest = [end.read() for end in ends if end is not None and not end.closed]
+                raise AssertionError("\n".join([f"{line} took too long", *rest]))
+
+
+def run_command(
+    line: list[str], text: str | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, which may read a text, to its end."""
+    if text is not None:
+        options["stdin"] = subprocess.PIPE
+    printed = ["", ""]
+    try:
+        with started(line, **options) as running:
+            printed = [each or "" for each in running.communicate(text)]
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *printed])) from None
+    return subprocess.CompletedProcess(line, running.returncode, *printed)
+
 
 _processes: Any = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch"])
@@ -45,6 +124,7 @@ class _Program(NamedTuple):
     err: str
     folder: str
     environment: dict[str, str]
+    is_rank: bool
 
     def run(self) -> None:
         """Run the program as the main module of this process."""
@@ -52,7 +132,8 @@ class _Program(NamedTuple):
         for number, name in ((0, os.devnull), (1, self.out), (2, self.err)):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - multiprocessing closed it
-        faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
+        faulthandler.enable(2)
+        faulthandler.dump_traceback_later(LIMIT + 60, exit=True, file=2)  # if the test is killed
         warnings.simplefilter("ignore")
         multiprocessing.set_start_method(None, force=True)  # the program's own default
         os.environ.clear()
@@ -67,34 +148,46 @@ class _Program(NamedTuple):
         sys.modules["__main__"] = main
         try:
             exec(compile(self.source, self.file or "<string>", "exec"), vars(main))  # noqa: S102
+            if self.is_rank:
+                _leave_group(vars(main))
         finally:
             atexit._run_exitfuncs()
+
+
+def _leave_group(names: dict[str, Any]) -> None:
+    """Drop what a program has made, then its group: whatever holds a group keeps its threads."""
+    import torch.distributed as dist  # noqa: PLC0415  only in a rank
+
+    if dist.is_initialized():
+        dist.barrier()
+    names.clear()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Running:
     """A program that has been started."""
 
-    def __init__(self, source: str, argv: list[str], file: str | None, output: str) -> None:
-        names = f"{output}.out", f"{output}.err"
-        environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        self._program = _Program(source, argv, file, *names, str(Path.cwd()), environment)
-        self._begun = time.monotonic()
+    def __init__(
+        self, source: str, argv: list[str], file: str | None, output: str, *, is_rank: bool = False
+    ) -> None:
+        names = f"{output}.out", f"{output}.err", str(Path.cwd())
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONFAULTHANDLER": "1"}
+        self._program = _Program(source, argv, file, *names, environment, is_rank)
         self._process = _processes.Process(target=self._program.run)
         self._process.start()
 
     def ended(self) -> subprocess.CompletedProcess[str]:
         """Wait for the end of the program, and end what it has left running."""
-        # It ends itself, with its stacks. This is for one that can't: it was stopped.
-        self._process.join(self._begun + LIMIT + 30 - time.monotonic())
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
+        with _limited(self._process.pid) as late:
+            self._process.join()
         texts = (
             Path(name).read_text(encoding="utf-8", errors="replace") if Path(name).exists() else ""
             for name in (self._program.out, self._program.err)
         )
         line = ["python", *self._program.argv]
+        self.late = late.is_set()
         return subprocess.CompletedProcess(line, self._process.exitcode, *texts)
 
 
@@ -111,14 +204,14 @@ def run_python(
         Path(file).write_text(source, encoding="utf-8")
     if not fresh:
         with tempfile.TemporaryDirectory() as output:
-            return _Running(source, [start, *arguments], file, f"{output}/program").ended()
+            running = _Running(source, [start, *arguments], file, f"{output}/program")
+            done = running.ended()
+        assert not running.late, f"it took too long\n{done.stdout}{done.stderr}"
+        return done
     if file is not None:
         source = f"import runpy\nrunpy.run_path({file!r}, run_name='__main__')\n"
-    line = [sys.executable, "-c", _LIMITED + source, *arguments]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        line, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT + 30
-    )
+    return run_command([sys.executable, "-c", source, *arguments], env=environment)
 
 
 def output_of(
@@ -134,6 +227,7 @@ JOIN_RANKS = """
 import datetime, json, os, sys
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DDP imports it, and its defaults hold the group that is there then
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
@@ -146,20 +240,20 @@ dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeou
 def run_ranks(program: str, folder: Path, count: int = 2) -> list[dict[str, Any]]:
     """Run a program on some ranks, given rank, port and count; return the JSON each prints last.
 
-    A rank ends as a process of ``multiprocessing`` does, without finalizing its interpreter:
+    A rank then waits for the others, drops everything that the program has made, and destroys the
+    group. It ends as a process of ``multiprocessing`` does, without finalizing its interpreter:
     a thread of gloo that frees a tensor would end it with "terminate called".
     https://github.com/pytorch/pytorch/issues/190489
     """
-    path = folder / "rank.py"
-    path.write_text(textwrap.dedent(program), encoding="utf-8")
+    source, path = textwrap.dedent(program), folder / "rank.py"
+    path.write_text(source, encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    source = path.read_text(encoding="utf-8")
-    ranks = [
-        _Running(source, [str(path), str(rank), port, str(count)], str(path), f"{path}.{rank}")
-        for rank in range(count)
-    ]
+    ranks = []
+    for rank in range(count):
+        arguments = [str(path), str(rank), port, str(count)]
+        ranks.append(_Running(source, arguments, str(path), f"{path}.{rank}", is_rank=True))
     done = [rank.ended() for rank in ranks]
     errors = [each.stdout + each.stderr for each in done]
     assert [each.returncode for each in done] == [0] * count, "\n".join(errors)

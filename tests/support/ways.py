@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -59,8 +60,9 @@ def ends_the_process(call: Callable[[], Any]) -> bool:
         torch.set_num_threads(1)
         outcome_of(call)
         os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code != -signal.SIGALRM, "it hung"
+    return code < 0
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:

@@ -73,8 +73,7 @@ def train(model, optimizer, step, steps):
     return [step.run(loss_of, torch.randn(4, 4), parts=2).item() for _ in range(steps)]
 
 result = resumed(by_rank, of_rank)
-print(json.dumps(result), flush=True)
-os._exit(0)
+print(json.dumps(result))
 """
 )
 
@@ -131,9 +130,7 @@ except AttributeError as error:  # that of torch 2.6 does not train on a CPU
     assert "record_event" in str(error)
 else:
     result |= {"rank": resumed(by_rank, of_rank), "dcp": resumed(by_dcp, of_dcp)}
-print(json.dumps(result), flush=True)
-dist.barrier()
-dist.destroy_process_group()
+print(json.dumps(result))
 """
 )
 

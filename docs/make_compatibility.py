@@ -85,7 +85,7 @@ def _outcome(case: ET.Element) -> str:
 
 
 LEGEND = """\
-What the doctor saw: `-` the defect is absent, `closed` live and closed by its guards, `detected`
+Meaning of the cells: `-` the defect is absent, `closed` live and closed by its guards, `detected`
 live, and found by its guards where it has happened, `open` live in spite of its guards,
 `no guard` live, `not run` the machine lacked what the probe needs, `?` no answer."""
 

@@ -113,7 +113,11 @@ def __getattr__(name: str) -> Any:
         from difflib import get_close_matches  # noqa: PLC0415 - rarely needed
 
         close = get_close_matches(name, _HOME, n=1)
-        text += f"; did you mean torchguard.{close[0]}?" if close else ""
+        errors = vars(importlib.import_module(f"{__name__}.errors"))
+        if name.endswith(("Error", "Warning")) and name in errors:
+            text += f"; it is torchguard.errors.{name}"
+        elif close:
+            text += f"; did you mean torchguard.{close[0]}?"
     raise AttributeError(text)
 
 

@@ -19,7 +19,7 @@ _COMMANDS = {
 }
 
 _EXAMPLES = f"""examples:
-  python -m torchguard demo                           PyTorch next to torchguard, five times
+  python -m torchguard demo                           PyTorch next to torchguard, six times
   python -m torchguard doctor                         known defects of your PyTorch: some minutes
   python -m torchguard doctor --only resize-locked    one defect, by its id
   python -m torchguard run --guards resize,out train.py --epochs 3

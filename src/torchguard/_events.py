@@ -207,8 +207,9 @@ def summary() -> str:
 # ---- the line of your program ----
 
 
-_INTERNAL_FOLDERS = tuple(
-    str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)
+_INTERNAL = (
+    *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)),
+    contextlib.__file__,  # runs the ends of our context managers
 )
 # What a user types has no file either: in a console, behind -c, in IPython, in a doctest.
 _TYPED = ("<stdin", "<string>", "<console>", "<python-input", "<ipython-input", "<doctest ")
@@ -225,7 +226,7 @@ def frame_of_user(frame: FrameType | None = None) -> FrameType | None:
 def _is_internal(file: str) -> bool:
     """Whether a file is one of torch or torchguard, or code that one of them has generated."""
     made = file.startswith("<") and not file.startswith(_TYPED)
-    return made or file.startswith(_INTERNAL_FOLDERS)
+    return made or file.startswith(_INTERNAL)
 
 
 def user_line() -> str:

@@ -137,7 +137,7 @@ def test_bad_arguments_are_named() -> None:
     for call, error, message in [
         (lambda: pad_to_bucket([1], 0, BUCKETS), TypeError, "x is of type list"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 2, BUCKETS), IndexError, "Dimension out of range"),
-        (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "size is 5, but the largest"),
+        (lambda: pad_to_bucket(x, 1, Buckets([4])), ValueError, "x has 5 in dim 1, more than 4"),
         (lambda: pad_to_bucket(x, 1, 4), ValueError, "x has 5 in dim 1, more than 4"),
         (lambda: pad_to_bucket(x, 1, {8}), TypeError, r"buckets is \{8\}, expected"),  # type: ignore[arg-type]
         (lambda: pad_to_bucket(x, 1, []), ValueError, "Buckets: "),

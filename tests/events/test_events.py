@@ -101,6 +101,14 @@ def test_a_block_that_is_rolled_back_is_an_event() -> None:
     assert _first_event("rolled_back").guard == "rollback_on_error"
 
 
+def test_a_state_that_does_not_load_is_an_event_at_the_line_that_loads_it() -> None:
+    line = sys._getframe().f_lineno + 2
+    with pytest.raises(RuntimeError):
+        torchguard.load_state_dict(torch.nn.Linear(2, 2), {"weight": torch.ones(3, 3)})
+    (event,) = torchguard.events()
+    assert event.where == f"{__file__}:{line}"
+
+
 def test_an_operand_that_is_copied_is_an_event() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     with torchguard.install("overlap"), pytest.warns(torchguard.OverlapWarning):

@@ -95,6 +95,42 @@ def test_a_name_that_is_misspelled_is_told_the_right_one(typed: str, meant: str)
     assert not hasattr(torchguard, "__wrapped__")  # far from all names
 
 
+FRONT: Any = torchguard  # for what type checkers refuse
+LENGTHS = [{"ids": torch.ones(length)} for length in (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda *_: FRONT.SaveError, "it is torchguard.errors.SaveError"),
+        (lambda model, _, step: step.run(torch.ones(2), model), "write run(loss_of, batch)"),
+        (
+            lambda model, _, step: step.run(lambda x: model(x).sum().item(), torch.ones(2)),
+            "without .item()",
+        ),
+        (
+            lambda model, optimizer, _: torchguard.transaction(optimizer, model),
+            "write transaction(model, optimizer)",
+        ),
+        (
+            lambda model, *_: torchguard.transaction(model, torch.optim.LBFGS(model.parameters())),
+            "rollback_on_error(model, data=True)",
+        ),
+        (lambda *_: torchguard.BucketCollator([8], {"ids": {0: "t"}})(LENGTHS), "is the batch"),
+        (lambda *_: torchguard.pad_to_bucket(torch.ones(9), 0, [4, 8]), "pad_to_bucket: x has 9"),
+        (lambda *_: FRONT.install("resize,out"), "write install('resize', 'out')"),
+    ],
+)
+def test_a_message_says_what_to_type(call: Callable[..., Any], text: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = torchguard.transaction(model, optimizer)
+    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+        call(model, optimizer, step)
+    assert text in str(raised.value)
+    assert sum(step.stats().rollbacks.values()) == (text == "without .item()")
+
+
 # --- what a wrong argument says: the argument, what it was, what was expected
 
 

@@ -327,10 +327,7 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
 
 
 def is_static_address(tensor: torch.Tensor) -> bool:
-    """Whether Dynamo takes this tensor for one that stays: a parameter, a buffer, or a marked one.
-
-    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
-    """
+    """Whether Dynamo takes this for a tensor that stays: a parameter, a buffer, or a marked one."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 

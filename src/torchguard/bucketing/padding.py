@@ -200,7 +200,10 @@ def _size(length: int, dim: int, buckets: Any) -> int:
         for size in ladder:
             if length <= size:
                 return size
-    return as_buckets(buckets, "pad_to_bucket: buckets", " or one size").bucket_for(length)
+    given = as_buckets(buckets, "pad_to_bucket: buckets", " or one size")
+    if length > given.sizes[-1]:
+        raise ValueError(f"pad_to_bucket: x has {length} in dim {dim}, more than {given.sizes[-1]}")
+    return given.bucket_for(length)
 
 
 def _check_side(side: str, operation: str) -> None:

@@ -106,7 +106,8 @@ def _compare(module: torch.nn.Module, values: list[tuple[str, Any]]) -> None:
             raise RuntimeError(
                 f"load_state_dict: {first} and {name} are one tensor in this "
                 f"{type(module).__name__}, and the state has two values for it. Remove one of them "
-                "from the state, or make the model without the tie: it may belong to such a one"
+                "from the state, or build the model with untied weights; the checkpoint may "
+                "come from an untied model"
             )
 
 

@@ -15,7 +15,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command ``verify``."""
     parser = commands.add_parser(
         "verify",
-        help="say whether checkpoints are whole, and which file and tensor is not",
+        help="check whether checkpoints are whole, and name the damaged file",
         description="Read checkpoints and compare them with their manifest or checksums: folders "
         "(torch.distributed.checkpoint, checkpoint_folder), .pt and .safetensors files. The "
         ".metadata of torch.distributed.checkpoint is unpickled, which can run code: verify files "

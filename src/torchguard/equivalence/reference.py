@@ -69,7 +69,7 @@ def _said_of(
             f"{name} reads memory that it writes: an operand of shape "
             f"{overlap.operand} overlaps what is written, of shape "
             f"{overlap.written}{f', in `{line}`' if line else ''}. torchguard has "
-            "copied it first; plain torch may compute something else. Write .clone() behind it"
+            "copied it first; PyTorch may compute another result. Write `operand.clone()`"
         )
         _texts[place] = text, {}
     return place, *_texts[place]

@@ -507,6 +507,9 @@ def known(names: Iterable[object], operation: str) -> tuple[str, ...]:
         if name != "all" and name not in GUARDS:
             close = difflib.get_close_matches(name, GUARDS, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
+            if "," in name:
+                parts = ", ".join(repr(part.strip()) for part in name.split(","))
+                hint = f"write {operation}({parts}); "
             raise ValueError(
                 f"{operation}: there is no guard named {name!r}; {hint}guards are: "
                 f"{', '.join(sorted(GUARDS))}, or 'all'"

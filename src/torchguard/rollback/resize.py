@@ -39,6 +39,8 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 SWITCH = patch.Switch()
 """Whether the guard "resize" is on."""
 
+_ALWAYS = patch.Switch(1)
+
 
 # ---- what to read before a call; what would kill the process raises here ----
 
@@ -171,7 +173,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
     """Make ``original``, a ``Tensor.resize_``, exception-safe; a helper asks the tensor's class."""
     tensor_type = torch.Tensor
     operation = "safe_resize_" if helper else "resize_"
-    switch = patch.Switch(1) if helper else SWITCH
+    switch = _ALWAYS if helper else SWITCH
 
     # Named parameters instead of *size, and a comparison instead of a snapshot:
     # together they halve what a call pays that does not grow.
@@ -273,14 +275,14 @@ _safe_resize_as_ = _guarded(
     functools.partial(_begin_resize_as_, operation="safe_resize_as_"),
     "safe_resize_as_",
     is_shown=False,
-    switch=patch.Switch(1),
+    switch=_ALWAYS,
 )
 _safe_set_ = _guarded(
     lambda tensor, **given: tensor.set_(**given),
     functools.partial(_begin_set_, operation="safe_set_"),
     "safe_set_",
     is_shown=False,
-    switch=patch.Switch(1),
+    switch=_ALWAYS,
 )
 
 

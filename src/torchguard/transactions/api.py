@@ -122,8 +122,9 @@ def transaction(
             )
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError(
-                "transaction: LBFGS runs forward and backward many times inside step(), so there "
-                "is no point at which its step is prepared and not begun"
+                "transaction: LBFGS runs forward and backward many times inside step(). Put the "
+                "step into `with torchguard.rollback_on_error(model, data=True):`, and make a new "
+                "LBFGS after a failure"
             )
         if own and not any(id(p) in own for group in each.param_groups for p in group["params"]):
             raise ValueError(
@@ -159,7 +160,10 @@ def _can_be_saved(each: Any) -> bool:
 
 
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (lambda m: isinstance(m, nn.Module), "a torch Module or a list of them"),
+    "model": (
+        lambda m: isinstance(m, nn.Module),
+        "a torch Module or a list of them: write transaction(model, optimizer)",
+    ),
     "optimizer": (lambda o: isinstance(o, Optimizer), "a torch Optimizer or a list of them"),
     "scaler": (
         lambda s: hasattr(s, "unscale_"),

@@ -6,6 +6,7 @@ import functools
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -433,10 +434,8 @@ class NonfiniteGate:
             for parameter, _ in present:
                 parameter.grad = None
 
-    def after_closure(self, optimizer: Optimizer, given: Any) -> Any:
+    def after_closure(self, optimizer: Optimizer, given: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that calls :meth:`before` when it has made the gradients."""
-        if not callable(given):
-            return given
 
         @functools.wraps(given)
         def closure() -> Any:

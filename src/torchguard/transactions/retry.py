@@ -162,7 +162,10 @@ def _backward(
         loss = loss_of(part)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
-            raise TypeError(f"run: loss_of(part) returned {shown}, expected a tensor of one number")
+            raise TypeError(
+                f"run: loss_of(part) returned {shown}, expected a tensor of one number: return the "
+                "mean loss, without .item()"
+            )
         if before is not None and before != _gradients(guarded):
             raise TypeError(
                 "run: loss_of has called backward() itself, and run() calls it too: return the "

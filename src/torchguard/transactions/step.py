@@ -130,6 +130,8 @@ class Transaction:
                 DistributedDataParallel and the transaction has no ``group=``.
             PeerFailedError: another rank failed; with ``group=``.
         """
+        if not callable(loss_of):
+            raise TypeError(f"run: loss_of is {type(loss_of).__name__}: write run(loss_of, batch)")
         return run(
             self, self._guarded, loss_of, batch,
             retry=retry, parts=parts, before_step=before_step, metric=metric,

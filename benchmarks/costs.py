@@ -47,9 +47,8 @@ class Cost:
             counted = of_device(record, "memory", device)
             named = (row for row in counted if row.get("id", row["what"]) == self.memory_id)
             memory = next(named, {})
-        return self.what, filled(self.time, found), filled(self.ratio, found), filled(
-            self.memory, memory
-        )  # fmt: skip
+        shown = self.what, self.time, self.ratio
+        return *(filled(each, found) for each in shown), filled(self.memory, memory)
 
 
 FUSED = Cost(
@@ -68,10 +67,10 @@ FIRST_CALL = Cost(
 MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
 ALL_GUARDS, WORST = (
-    Cost(f'{step}, `install("all")`', "end_to_end", "all", time=name, ratio=f"{{{of}:.2f}} times")
-    for step, name, of in (
-        ("a training step of a decoder", "", "decoder, training, eager"),
-        ("the slowest of the whole steps", "{worst step}", "worst"),
+    Cost(f'{step}, `install("all")`', "end_to_end", "all", time="", ratio=f"{{{of}:.2f}} times")
+    for step, of in (
+        ("a training step of a decoder", "decoder, training, eager"),
+        ("the slowest of twelve steps: {worst step}", "worst"),
     )
 )
 RESIZE = (

@@ -16,7 +16,7 @@ from support.fault_injection import (
 from support.slow import slow_except
 from support.small_training import FEATURES, covering, every_case
 
-EVERY = 4  # operators, so that the file takes seconds; bench_transaction.py --faults takes all
+EVERY = 4  # operators, so that the file takes seconds
 EVERY_PAIR = 37
 CASES = covering(list(every_case()))
 TABLE = [Case("AdamW", implementation, amp=True) for implementation in ("loop", "fused")]

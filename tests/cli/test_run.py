@@ -214,8 +214,11 @@ class TestGuards:
     def test_torchrun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are on in every rank of torchrun, and are those asked for."""
         program = """
+            import faulthandler
             import torch.distributed as ranks
             import torchguard
+            # torchrun gives each rank a group of its own.
+            faulthandler.dump_traceback_later(300, exit=True)
             ranks.init_process_group("gloo")
             seen = [None, None]
             ranks.all_gather_object(seen, sorted(torchguard.installed()))

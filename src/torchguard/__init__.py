@@ -113,8 +113,8 @@ def __getattr__(name: str) -> Any:
         from difflib import get_close_matches  # noqa: PLC0415 - rarely needed
 
         close = get_close_matches(name, _HOME, n=1)
-        errors = vars(importlib.import_module(f"{__name__}.errors"))
-        if name.endswith(("Error", "Warning")) and name in errors:
+        is_error = name.endswith(("Error", "Warning"))
+        if is_error and hasattr(importlib.import_module(f"{__name__}.errors"), name):
             text += f"; it is torchguard.errors.{name}"
         elif close:
             text += f"; did you mean torchguard.{close[0]}?"

@@ -27,7 +27,6 @@ python -m benchmarks run transaction --help            what one of them takes
 python -m benchmarks gpu --minutes 9 --out DIR         every record that needs a GPU
 python -m benchmarks report DIR                        what gpu found -> records, then pages
 python -m benchmarks report                            records -> docs/project/benchmarks.md
-python -m benchmarks report --check                    exit status 1 if the page is out of date
 """
 
 

@@ -42,11 +42,9 @@ class Cost:
         found = next((row for row in rows if row.get("id", row.get("what")) == self.id), None)
         if record is None or found is None:
             return None
-        memory: Any = found
-        if self.memory_id:
-            counted = of_device(record, "memory", device)
-            named = (row for row in counted if row.get("id", row["what"]) == self.memory_id)
-            memory = next(named, {})
+        counted = of_device(record, "memory", device) if self.memory_id else [{**found, "id": ""}]
+        named = (row for row in counted if row.get("id", row.get("what")) == self.memory_id)
+        memory: Any = next(named, {})
         shown = self.what, self.time, self.ratio
         return *(filled(each, found) for each in shown), filled(self.memory, memory)
 
@@ -89,22 +87,36 @@ PYTHON = Cost(
 )
 VERIFIED = (FIRST_CALL, MANY_LENGTHS, LATER_CALL, PYTHON)
 OLD = "the old file on disk, until the new one is whole"
-COSTS = (
+TRANSACTION = (
     FUSED,
     FOREACH,
+    Cost("a step of a tiny network, AdamW fused", "transaction", "tiny-transaction-fused"),
+    Cost("the same, AdamW foreach", "transaction", "tiny-transaction-foreach"),
+    Cost("instead, both state dicts copied", "transaction", "tiny-deepcopy-foreach"),
+)
+CHECKPOINT = (
     Cost("`save` of 1 GB", "checkpoint", "save-1024MB", memory=OLD),
     Cost("`save` of 1 GB, `fsync=True`", "checkpoint", "save-1024MB-fsync", memory=OLD),
     Cost("`load` of 1 GB, checksums compared", "checkpoint", "load-1024MB"),
     Cost("`load_state_dict` of ResNet-50", "checkpoint", "load_state_dict-resnet-50"),
     Cost("`checkpoint_folder`, 1 GB sharded", "checkpoint", "save-shards", memory=OLD),
     Cost("`load_sharded` of 1 GB", "checkpoint", "load-shards", memory="a tensor of a file"),
+)
+RECOMPUTE = (
+    Cost('a step of a checkpointed transformer, `install("recompute")`', "recompute",
+         "transformer-guard", memory="a copy of the buffers"),
+    Cost("the same, ResNet-50", "recompute", "resnet-guard"),
+    Cost("the same, a single block of width 8", "recompute", "block-guard"),
+)  # fmt: skip
+COSTS = (
+    *TRANSACTION[:2],
+    *CHECKPOINT,
     *VERIFIED,
     Cost("a call of `bucketed`, padded, 8 buckets", "buckets", "padded-8", part="overhead",
          memory="the padded inputs"),
     Cost("`sliced_assign` of a slice", "assign", "slice, 100,000 elements, eager, forward"),
     Cost("the same, compiled", "assign", "slice, 100,000 elements, compiled, forward"),
-    Cost('a step of a checkpointed transformer, `install("recompute")`', "recompute",
-         "transformer-guard", memory="{held:bytes}", memory_id="transformer"),
+    RECOMPUTE[0],
     *RESIZE,
     Cost('`x.add_(y)` of 10 elements, `install("overlap")`', "resize", "overlap-x.add_(y)"),
     Cost('`embedding` of 16,384 ids, `install("checks")`', "resize",

@@ -36,9 +36,8 @@ python -m benchmarks list
 python -m benchmarks run resize --json my-record.json
 ```
 
-On a machine with a GPU, `python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes
-every record that needs one, and `python -m benchmarks report DIR` turns its results into records
-and pages. `--continue DIR` continues a call that stopped. `--rehearse` runs the same list on a CPU.
+`python -m benchmarks gpu --minutes 9 --out DIR` (or `make gpu`) makes every record that needs a
+GPU, and `python -m benchmarks report DIR` turns its results into records and pages.
 
 [Costs](costs.md) has the figures that most readers look for.
 """
@@ -76,11 +75,6 @@ def page(records: list[Record]) -> str:
     sections = [_HEAD.rstrip(), _overview(records)]
     sections += ["\n\n".join(_section(each, records)) for each in BENCHMARKS.values()]
     return "\n\n".join(sections) + "\n"
-
-
-def _parts(record: Record) -> list[str]:
-    lists = {name: part for name, part in record.items() if isinstance(part, list)}
-    return [name for name, part in lists.items() if all(isinstance(row, dict) for row in part)]
 
 
 def _overview(records: list[Record]) -> str:
@@ -136,7 +130,7 @@ def _address() -> str:
 
 
 def _tables(tables: tuple[Table, ...], record: Record, device: str) -> str:
-    shown = tables or [Table(rows=part) for part in _parts(record)]
+    shown = tables or [Table(rows=name) for name in record if isinstance(record[name], list)]
     return "\n\n".join(filter(None, (table.of(record, device) for table in shown)))
 
 
@@ -158,6 +152,9 @@ FIGURES: tuple[tuple[str, str, Callable[[costs.Newest], str]], ...] = (
     ("docs/process/resize.md", "costs", partial(costs.table, costs.RESIZE)),
     ("docs/compile/verified.md", "costs", partial(costs.table, costs.VERIFIED)),
     ("docs/compile/bucketed.md", "stream", partial(_whole, "buckets")),
+    ("docs/training/transaction.md", "costs", partial(costs.table, costs.TRANSACTION)),
+    ("docs/training/checkpoints.md", "costs", partial(costs.table, costs.CHECKPOINT)),
+    ("docs/training/recompute.md", "costs", partial(costs.table, costs.RECOMPUTE)),
     ("docs/compile/batches.md", "waste", partial(_whole, "sampler")),
 )
 """A page, the mark in it, and what makes the text there of the newest records."""
@@ -197,10 +194,6 @@ def take_in(results: Path, folder: Path) -> list[Path]:
             raise ValueError(f"{path} is of a rehearsal, which shows only that the command runs")
         if not record.get("rows"):
             continue
-        done = {row.get("operator") for row in record["rows"]}
-        begun = [row for row in record.pop("begun", []) if row["operator"] not in done]
-        if begun:
-            record["unfinished"] = begun
         to = folder / f"{record['date'][:10]}-{name}-{device}.json"
         write_record(to, record)
         written.append(to)

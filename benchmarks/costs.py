@@ -51,7 +51,7 @@ class Cost:
 
 FUSED = Cost(
     "a training step in `transaction`, AdamW fused", "transaction", "decoder-transaction-fused",
-    memory="no copies",
+    memory="no copies of parameters",
 )  # fmt: skip
 FOREACH = Cost(
     "a training step in `transaction`, AdamW foreach", "transaction", "decoder-transaction-foreach",
@@ -92,7 +92,7 @@ TRANSACTION = (
     FOREACH,
     Cost("a step of a tiny network, AdamW fused", "transaction", "tiny-transaction-fused"),
     Cost("the same, AdamW foreach", "transaction", "tiny-transaction-foreach"),
-    Cost("instead, both state dicts copied", "transaction", "tiny-deepcopy-foreach"),
+    Cost("instead of it, both state dicts copied", "transaction", "tiny-deepcopy-foreach"),
 )
 CHECKPOINT = (
     Cost("`save` of 1 GB", "checkpoint", "save-1024MB", memory=OLD),

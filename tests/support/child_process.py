@@ -18,7 +18,7 @@ import faulthandler
 import gc
 import json
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -50,7 +50,13 @@ def _limit_this_fork() -> None:
     signal.alarm(math.ceil(_left()))
 
 
+def _only_print(_: object) -> None:
+    """Have it go on: a loader's worker may outlive its test, and its death raise in another one."""
+    faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=False)
+
+
 os.register_at_fork(after_in_child=_limit_this_fork)
+multiprocessing.util.register_after_fork(_limit_this_fork, _only_print)
 
 
 def _kill(group: int, number: signal.Signals) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 from bisect import bisect_left
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
@@ -254,6 +256,19 @@ def test_a_loop_is_resumed_exactly_whatever_workers_have_fetched(workers: int) -
     again = BucketBatchSampler(lengths, LADDER, tokens=40)
     again.load_state_dict(resumed.state_dict())
     assert again.epoch == 1
+
+
+def test_a_loop_that_breaks_ends_its_workers() -> None:
+    """At once, as without this sampler: nothing waits for a collection of cycles."""
+    sampler = BucketBatchSampler([5] * 40, LADDER, batch_size=2)
+    before = multiprocessing.active_children()
+    gc.disable()
+    try:
+        for _ in loader_of([5] * 40, sampler, 1):
+            break
+        assert multiprocessing.active_children() == before
+    finally:
+        gc.enable()
 
 
 def test_a_trainer_that_fetches_ahead_says_how_many_it_has_taken() -> None:

@@ -136,6 +136,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         begin, self._begin = self._begin, 0
         self._given = self._begun = begin
         self._yielded = _torch.batches_yielded(caller)
+        del caller  # it holds this generator: a loop that breaks would not end the workers
         for step in self._drawn(self.epoch)[begin:]:
             self._given += 1
             yield from step.tolist() if self._rank == "all" else [step[self._rank].tolist()]

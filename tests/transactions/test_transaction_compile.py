@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -112,3 +113,27 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(failing: str, step_compiled
     if failing == "backward":
         bare, _ = train(guarded=False, failing=failing, step_compiled=step_compiled)
         assert not same(bare, clean)
+
+
+def test_a_transaction_can_be_collected_while_another_step_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dynamo has seen the hooks of the transaction, and looks them up when it makes its guards."""
+    from torch._dynamo import guards  # noqa: PLC0415  compiles nothing else in this file
+
+    torch._dynamo.reset()
+    model = nn.Linear(2, 2)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    cycle: list[Any] = [torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))]
+    cycle.append(cycle)
+    make: Any = guards.CheckFunctionManager.__init__
+
+    def collect_first(*given: Any, **options: Any) -> None:
+        cycle.clear()
+        gc.collect()
+        make(*given, **options)
+
+    monkeypatch.setattr(guards.CheckFunctionManager, "__init__", collect_first)
+    model(torch.ones(1, 2)).sum().backward()
+    torch.compile(other.step, backend="eager")()
+    assert not cycle

@@ -25,6 +25,7 @@ from torchguard._torch.eager import (
     call_while_tracing,
     can_make_state,
     has_own_dispatch,
+    is_being_compiled,
     make_state,
     per_optimizer_states,
     scale_version,
@@ -492,7 +493,9 @@ def _forget(_: object) -> None:
     try:
         with patch.lock:
             _alive[:] = [each for each in _alive if each() is not None]
-            while not _alive and _watching:
+            # Collected in the middle of a compilation: Dynamo looks up the hooks that it has seen.
+            # They stay, and do nothing, until the next transaction ends.
+            while not _alive and _watching and not is_being_compiled():
                 _watching.pop().remove()
     finally:
         signals.restore_handlers()

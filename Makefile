@@ -29,7 +29,7 @@ demo: $(VENV)/test.stamp ## show six failures, in PyTorch and with torchguard
 doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them
 	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
 
-test: $(VENV)/test.stamp ## run the tests, each promise once: two minutes
+test: $(VENV)/test.stamp ## run the tests, each promise once: three minutes
 	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
 test-all: $(VENV)/test.stamp ## run everything: sweeps, models, ranks, pages, the doctor

@@ -326,8 +326,20 @@ def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno)
 
 
+def is_compiling_here() -> bool:
+    """Whether Dynamo compiles something in this thread: what it has read must still be there.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/_guards.py
+    """
+    context: Any = private("_guards.CompileContext", None)
+    return context is not None and context.try_get() is not None
+
+
 def is_static_address(tensor: torch.Tensor) -> bool:
-    """Whether Dynamo takes this for a tensor that stays: a parameter, a buffer, or a marked one."""
+    """Whether Dynamo takes this for a tensor that stays: a parameter, a buffer, or a marked one.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/decorators.py
+    """
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 

@@ -537,15 +537,6 @@ def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:
 # ---- checkpointing and loaders ----
 
 
-def is_being_compiled() -> bool:
-    """Whether Dynamo compiles something in this thread: what it has read must still be there.
-
-    https://github.com/pytorch/pytorch/blob/main/torch/_guards.py
-    """
-    guards: Any = sys.modules.get("torch._guards")
-    return guards is not None and guards.CompileContext.try_get() is not None
-
-
 def close_checkpoints(exception: BaseException | None) -> None:
     """Leave the scopes that ``checkpoint`` has opened and, up to torch 2.11, not closed."""
     # They belong to a generator that is suspended while the checkpointed function runs. Its hooks

@@ -121,13 +121,14 @@ class BucketCollator:
             samples, lengths = self._evened(samples)
         # A collate_fn of the user's own evens the samples out by itself: it alone knows how.
         try:
-            batch, sizes = self._padded(self._collate_fn(samples))
+            collated = self._collate_fn(samples)
         except RuntimeError as error:
             named = [dim for axes in self._declared.values() for dim, _ in axes]
             if self._collate_fn is default_collate and 0 in named:
                 text = "BucketCollator: dimension 0 in dims is the batch; that of a sample is 1"
                 raise ValueError(text) from error
             raise
+        batch, sizes = self._padded(collated)
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")

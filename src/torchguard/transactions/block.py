@@ -20,12 +20,12 @@ from torch.optim.optimizer import (
 
 from torchguard._events import record
 from torchguard._torch import patch
+from torchguard._torch.dynamo import is_compiling_here
 from torchguard._torch.eager import (
     call_unseen,
     call_while_tracing,
     can_make_state,
     has_own_dispatch,
-    is_being_compiled,
     make_state,
     per_optimizer_states,
     scale_version,
@@ -495,7 +495,7 @@ def _forget(_: object) -> None:
             _alive[:] = [each for each in _alive if each() is not None]
             # Collected in the middle of a compilation: Dynamo looks up the hooks that it has seen.
             # They stay, and do nothing, until the next transaction ends.
-            while not _alive and _watching and not is_being_compiled():
+            while not _alive and _watching and not is_compiling_here():
                 _watching.pop().remove()
     finally:
         signals.restore_handlers()

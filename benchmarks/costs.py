@@ -80,7 +80,7 @@ RESIZE = (
     Cost('`torch.add` with `out=`, `install("out")`', "resize", "add-with-out"),
     Cost("entering and leaving `guarded()`", "resize", "guarded-enter"),
     Cost("`rollback_on_error(a)`, 10 elements", "resize", "rollback-small"),
-    Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="`a`"),
+    Cost("`rollback_on_error(a, data=True)`, 1 MB", "resize", "rollback-data-1mb", memory="a copy"),
 )
 PYTHON = Cost(
     'the same, `against="python"`', "verified", 'a call after the first, against="python"'

@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from torchguard._public import public
+from torchguard.errors import TorchGuardWarning
 
 Kind = Literal[
     "rolled_back",
@@ -243,7 +244,7 @@ def user_line_of(stack_trace: str | None) -> str:
     return ""
 
 
-def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(text: str, category: type[Warning] = TorchGuardWarning) -> None:
     """Warn at the innermost line that is neither of torch nor of torchguard."""
     frame, level = sys._getframe(1), 2
     while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:

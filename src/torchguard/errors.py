@@ -1,4 +1,4 @@
-"""The exceptions that torchguard itself raises.
+"""The exceptions and warnings of torchguard.
 
 If torch itself raises, torchguard lets its exception through unchanged. Exceptions that programs
 catch are at the front door too, as ``torchguard.DamagedFileError``.
@@ -42,17 +42,21 @@ class MiscompilationError(TorchGuardError, RuntimeError):
     """Raised with ``on_mismatch="raise"`` when a graph that was compiled wrong is called."""
 
 
+class TorchGuardWarning(UserWarning):
+    """Base class of every warning of torchguard; one filter for it takes all of them."""
+
+
 @public
-class MiscompilationWarning(UserWarning):
+class MiscompilationWarning(TorchGuardWarning):
     """A compiled graph did not do what eager does; the text says what runs instead."""
 
 
-class TrainingSetupWarning(UserWarning):
+class TrainingSetupWarning(TorchGuardWarning):
     """A training is set up wrong: a parameter is not trained, gradients are not cleared."""
 
 
 @public
-class OverlapWarning(UserWarning):
+class OverlapWarning(TorchGuardWarning):
     """An operation reads memory that it writes; names the line, and what to type."""
 
 

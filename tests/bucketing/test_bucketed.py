@@ -12,6 +12,7 @@ from torch import nn
 
 from support.bucketed import LADDER, Counting, Net, double, in_time, wrap
 from torchguard import Buckets, PaddingLeakError
+from torchguard.errors import TorchGuardWarning
 
 
 class TestWhatReachesTheCompiler:
@@ -204,7 +205,7 @@ class TestWhatIsProven:
         with pytest.raises(RuntimeError, match="99"):
             fails.warmup(torch.randn(2, 5))
         wrapped, _ = self.counted(lambda x: x.mean(1))
-        with pytest.warns(UserWarning, match=r"padding changes .* Found by warmup\(\)"):
+        with pytest.warns(TorchGuardWarning, match=r"padding changes .* Found by warmup\(\)"):
             wrapped.warmup(torch.randn(2, 5))
         x = torch.randn(2, 8)
         torch.testing.assert_close(wrapped(x), x.mean(1))

@@ -14,6 +14,7 @@ from torch import nn
 
 from support.bucketed import LADDER, Counting, double, in_time, wrap
 from torchguard import Buckets, bucketed
+from torchguard.errors import TorchGuardWarning
 
 torch_compile: Any = torch.compile
 
@@ -124,10 +125,12 @@ class TestNotCompiled:
     @pytest.mark.parametrize("function", [Doubles(), lambda x: 2 * x])
     def test_torch_compile_around_it_warns_once(self, function: Any) -> None:
         around = torch_compile(wrap(function), backend="eager")
-        with pytest.warns(UserWarning, match=r"runs uncompiled: .* bucketed\(..., compile=True\)"):
+        with pytest.warns(
+            TorchGuardWarning, match=r"runs uncompiled: .* bucketed\(..., compile=True\)"
+        ):
             assert torch.equal(around(torch.ones(5)), torch.full((5,), 2.0))
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("error", TorchGuardWarning)
             around(torch.ones(6))
 
     def test_a_whole_graph_says_what_to_type(self) -> None:
@@ -139,10 +142,10 @@ class TestNotCompiled:
             assert "pass compile={...} to bucketed" in str(caught.value)
 
     def test_warmup_warns(self) -> None:
-        with pytest.warns(UserWarning, match="has nothing to compile: .* Pass compile=True"):
+        with pytest.warns(TorchGuardWarning, match="has nothing to compile: .* Pass compile=True"):
             wrap(Doubles()).warmup(torch.ones(8))
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("error", TorchGuardWarning)
             wrap(Doubles(), compile=False).warmup(torch.ones(8))
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from support.bucketed import in_time, leak, wrap
 from torchguard import BucketCollator, PaddingLeakError, bucketed
+from torchguard.errors import TorchGuardWarning
 
 
 class Attending(nn.Module):
@@ -341,7 +342,9 @@ class TestCheck:
             return mean(x.reshape(2, x.shape[1] // 4, 4, 3).flatten(1, 2), mask)
 
         wrapped = in_time(blocks, dims=DIMS, mask="mask")
-        with pytest.warns(UserWarning, match=r"can't be checked, .*t: 5 -> 8 in x\) does not run"):
+        with pytest.warns(
+            TorchGuardWarning, match=r"can't be checked, .*t: 5 -> 8 in x\) does not run"
+        ):
             found = wrapped(*padded(5, 8))
         assert found.shape == (2, 3)
         assert wrapped.stats().proven == ()

@@ -24,6 +24,7 @@ from support.writers import kill_after, left, names, repeat, start, status
 from torchguard._files import temporary_name
 from torchguard.checkpoint import folder as folder_module
 from torchguard.checkpoint.folder import MARK
+from torchguard.errors import TorchGuardWarning
 
 
 def save(path: Path, step: int, keep: int = 1) -> None:
@@ -220,7 +221,7 @@ def test_a_later_step_removes_what_is_left_of_an_earlier_one(tmp_path: Path) -> 
     abandoned = tmp_path / temporary_name()
     abandoned.mkdir()
     (abandoned / MARK).write_text(json.dumps({"for": "step-10"}))
-    with pytest.warns(RuntimeWarning, match="a process was stopped"):
+    with pytest.warns(TorchGuardWarning, match="a process was stopped"):
         save(tmp_path / "step-20", 0)
     assert not abandoned.exists()
 
@@ -253,7 +254,7 @@ def test_only_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
     (left[2] / "mine.txt").write_text("mine")
     left[4].write_text("mine")
     (tmp_path / ".torchguard-link-run").symlink_to("run.1")
-    with pytest.warns(RuntimeWarning, match="a process was stopped"):
+    with pytest.warns(TorchGuardWarning, match="a process was stopped"):
         save(tmp_path / "run", 0)
     stayed = [path.name for path in (left[1], left[2], left[4])]
     assert names(tmp_path) == sorted([*stayed, "run", "run.1"])

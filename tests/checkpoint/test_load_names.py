@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torchguard
+from torchguard.errors import TorchGuardWarning
 
 
 class Tied(nn.Module):
@@ -265,7 +266,7 @@ def test_names_on_one_side_are_said(load: Callable[..., Any], names: bool) -> No
     named = parameters()
     state = saved(named, names=names)
     optimizer = torch.optim.Adam(list(named.values()) if names else list(named.items()))
-    with pytest.warns(UserWarning, match="by their order") as caught:
+    with pytest.warns(TorchGuardWarning, match="by their order") as caught:
         load(optimizer, state)
     assert caught[0].filename == __file__
     assert moments(optimizer, named) == pytest.approx([0.1, 0.2, 0.3])

@@ -21,6 +21,7 @@ import torchguard
 from support.small_training import bits
 from support.ways import outcome_of
 from torchguard._torch import version_of
+from torchguard.errors import TorchGuardWarning
 
 
 def make_model() -> nn.Module:
@@ -404,7 +405,9 @@ def test_adam_can_not_step_with_them_so_they_are_cast_with_a_warning() -> None:
     saved.step()
     narrow = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     loaded = torch.optim.AdamW([narrow])
-    with pytest.warns(UserWarning, match="can't step with the dtype in which its state was saved"):
+    with pytest.warns(
+        TorchGuardWarning, match="can't step with the dtype in which its state was saved"
+    ):
         torchguard.load_state_dict(loaded, saved.state_dict())
     assert loaded.state[narrow]["exp_avg"].dtype is torch.bfloat16
     assert loaded.state[narrow]["step"].item() == saved.state[parameter]["step"].item() == 1

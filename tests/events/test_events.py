@@ -15,6 +15,7 @@ import torch
 import torchguard
 from torchguard import _events
 from torchguard._events import counts, record, summary
+from torchguard.errors import TorchGuardWarning
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +148,7 @@ def test_a_batch_that_is_halved_and_a_step_that_is_skipped_are_events() -> None:
         loss: torch.Tensor = net(part).mean()
         return loss * float("nan")
 
-    with pytest.warns(RuntimeWarning):
+    with pytest.warns(TorchGuardWarning):
         step.run(loss_of, torch.ones(4, 2), retry="halve")
     assert _first_event("batch_halved").guard == "transaction"
     assert _first_event("step_skipped").guard == "transaction"

@@ -25,6 +25,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 import torchguard
 from support.modes import FunctionMode
 from torchguard._torch import storage_key
+from torchguard.errors import TorchGuardWarning
 from torchguard.interop import numpy_memory
 
 DOORS: dict[str, Callable[..., Any]] = {
@@ -211,7 +212,7 @@ def test_what_is_sent_is_a_copy(installed: None) -> None:
     tensor = torch.nn.Parameter(torch.arange(4.0))
     array = tensor.detach().numpy()
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    with pytest.warns(UserWarning, match="sent to another process as a copy"):
+    with pytest.warns(TorchGuardWarning, match="sent to another process as a copy"):
         queue.put(tensor)
     got = queue.get()
     assert isinstance(got, torch.nn.Parameter)
@@ -274,7 +275,7 @@ def test_a_copy_that_is_sent_lives_until_a_spawned_process_takes_it(
     monkeypatch.setattr(reduction, "DupFd", keep_number)
     tensor = torch.ones(3)
     array = tensor.numpy()
-    with pytest.warns(UserWarning, match="sent to another process as a copy"):
+    with pytest.warns(TorchGuardWarning, match="sent to another process as a copy"):
         ForkingPickler.dumps(tensor)
     gc.collect()
     assert os.fstat(files[0]).st_size >= array.nbytes

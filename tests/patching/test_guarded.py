@@ -14,7 +14,7 @@ import torch
 import torchguard
 from support.install import out_is_safe, resize_is_safe, same, snapshot
 from torchguard import guarded, install, installed, uninstall
-from torchguard.errors import IndexOutOfRangeError
+from torchguard.errors import IndexOutOfRangeError, TorchGuardWarning
 
 
 def overlap_is_right() -> bool:
@@ -215,7 +215,7 @@ def test_a_guard_that_is_not_needed_or_does_not_protect_is_left_out(
             with guarded("out", "resize"):
                 found.append(on())
 
-    with pytest.warns(RuntimeWarning, match="'out' is off.*out= is another one") as warned:
+    with pytest.warns(TorchGuardWarning, match="'out' is off.*out= is another one") as warned:
         enter_three_times()
     assert found == [{"resize"}] * 3
     assert [each.filename for each in warned] == [__file__]

@@ -16,6 +16,7 @@ from support.child_process import output_of
 from support.install import out_is_safe, resize_is_safe, same, snapshot
 from torchguard import install, installed, uninstall
 from torchguard._torch.patch import original as torch_has
+from torchguard.errors import TorchGuardWarning
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, Guard
 from torchguard.patching.install import _warn_if_newer
 from torchguard.patching.selftests import SELF_TESTS
@@ -152,7 +153,7 @@ def test_a_guard_that_can_not_be_put_in_place_is_skipped_and_leaves_nothing_behi
     broken: Any = "broken"
     monkeypatch.setitem(GUARDS, broken, Guard(broken, BROKEN[how]))
     before, scripted = snapshot(), dict(torch.jit._builtins._get_builtin_table())
-    with pytest.warns(RuntimeWarning, match="the guard 'broken' is off"):
+    with pytest.warns(TorchGuardWarning, match="the guard 'broken' is off"):
         installation = install("resize", broken, "out")
     assert installation.names == installed() == ("resize", "out")
     assert f"torch {torch.__version__}: " in installation.skipped[broken]
@@ -169,7 +170,7 @@ def test_a_guard_that_can_not_be_put_in_place_is_skipped_and_leaves_nothing_behi
 def test_a_newer_torch_than_was_tested_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchguard.patching.install.NEWEST_TESTED_TORCH", (2, 5))
     _warn_if_newer.cache_clear()
-    with pytest.warns(RuntimeWarning, match=r"newer than 2\.5.* tested") as warned:
+    with pytest.warns(TorchGuardWarning, match=r"newer than 2\.5.* tested") as warned:
         installations = [install() for _ in range(2)]
     for each in installations:
         each.uninstall()

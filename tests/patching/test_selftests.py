@@ -19,6 +19,7 @@ import torch
 import torchguard
 from support.install import resize_is_safe
 from support.modes import DispatchMode, FunctionMode
+from torchguard.errors import TorchGuardWarning
 from torchguard.patching.guards import GUARDS
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS
 
@@ -138,7 +139,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_guard_that_does_not_protect_is_skipped_with_a_warning(failing: list[str]) -> None:
     """The other guards are installed."""
-    with pytest.warns(RuntimeWarning, match="'resize' is off.*resize_ is another one") as seen:
+    with pytest.warns(TorchGuardWarning, match="'resize' is off.*resize_ is another one") as seen:
         installation = torchguard.install("resize", "out", only_if_needed=False)
     with installation:
         assert failing == ["resize", "resize", "out"]  # what fails is tried once more
@@ -153,7 +154,7 @@ def test_a_guard_that_does_not_protect_is_skipped_with_a_warning(failing: list[s
 def test_a_self_test_that_raises_does_not_protect(monkeypatch: pytest.MonkeyPatch) -> None:
     tests = {"resize": lambda: str(1 // 0)}
     monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", tests)
-    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+    with pytest.warns(TorchGuardWarning, match="ZeroDivisionError"):
         assert torchguard.install().names == ()
 
 
@@ -164,7 +165,7 @@ def test_a_guard_of_a_function_that_raises_another_error_does_not_protect(
         raise AttributeError("it has gone")
 
     monkeypatch.setattr(torch.Tensor, "resize_", renamed)
-    with pytest.warns(RuntimeWarning, match="the guard raises AttributeError: it has gone"):
+    with pytest.warns(TorchGuardWarning, match="the guard raises AttributeError: it has gone"):
         installation = torchguard.install("resize")
     assert installation.names == ()
     assert "AttributeError" in installation.skipped["resize"]

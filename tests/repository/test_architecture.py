@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_pytree": {"errors"},
     "_files": {"errors"},
     "_torch": FOUNDATION,
-    "_events": {"_public"},
+    "_events": {"_public", "errors"},
     "assignment": {"equivalence", *TORCH},
     "state": TORCH,
     "equivalence": {"state", *TORCH},

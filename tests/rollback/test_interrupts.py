@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from torchguard import install, rollback_on_error, safe_resize_
+from torchguard.errors import TorchGuardWarning
 from torchguard.state import process, tensors
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def test_a_step_that_torch_refuses_is_a_warning() -> None:
     def refused() -> None:
         raise RuntimeError("no memory")
 
-    with pytest.warns(RuntimeWarning, match=r"^could not: no memory$"):
+    with pytest.warns(TorchGuardWarning, match=r"^could not: no memory$"):
         tensors.warn_if_refused(refused, failure="could not")
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import BatchEncoding
 
 import torchguard
+from torchguard.errors import TorchGuardWarning
 
 # B batch, F features
 B, F = 8, 4
@@ -167,7 +168,7 @@ class TestOutOfMemory:
 
         gc.disable()
         try:
-            with pytest.warns(RuntimeWarning, match="parts of 2"):
+            with pytest.warns(TorchGuardWarning, match="parts of 2"):
                 made.step.run(loss_of, made.batch, retry="halve")
         finally:
             gc.enable()
@@ -229,7 +230,7 @@ def parts_of(
         return model(torch.ones(1, 2)).sum()  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", TorchGuardWarning)
         step.run(loss_of, batch, retry="halve")
     return seen[1:]
 

@@ -17,7 +17,7 @@ import torchguard
 from support.child_process import run_python
 from support.miscompiling import against, row
 from torchguard import MiscompilationWarning, verified
-from torchguard.errors import MiscompilationError
+from torchguard.errors import MiscompilationError, TorchGuardWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -338,7 +338,10 @@ def test_all_ways_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == 2
     assert {each.status for each in rows} == {"verified"}
     monkeypatch.setenv("TORCHGUARD_VERIFIED", "pyhton")
-    with pytest.warns(RuntimeWarning, match="against is 'pyhton'"), torchguard.install("verified"):
+    with (
+        pytest.warns(TorchGuardWarning, match="against is 'pyhton'"),
+        torchguard.install("verified"),
+    ):
         pass
 
 

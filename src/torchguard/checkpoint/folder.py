@@ -29,7 +29,7 @@ from torchguard._files import (
     write_text,
 )
 from torchguard._public import public
-from torchguard.errors import SaveError
+from torchguard.errors import SaveError, TorchGuardWarning
 from torchguard.state.process import refuse_inside_step
 
 MARK = ".torchguard-checkpoint.json"
@@ -321,7 +321,7 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
     warnings.warn(
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
-        RuntimeWarning,
+        TorchGuardWarning,
         stacklevel=4,  # behind checkpoint_folder and contextlib's __enter__
     )
 

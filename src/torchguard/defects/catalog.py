@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torchguard.errors import TorchGuardWarning
+
 Family = Literal["memory", "compile", "gradient"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -89,7 +91,7 @@ def all_defects() -> list[Defect]:
         try:
             module = importlib.import_module(file.name)
         except ImportError as error:  # of a name that another PyTorch does not have
-            warnings.warn(f"{file.name} is left out: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{file.name} is left out: {error}", TorchGuardWarning, stacklevel=2)
             continue
         # Every defect that a file defines counts: there is no second list to forget it in.
         defects += [value for value in vars(module).values() if isinstance(value, Defect)]

@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from torchguard._events import record
 from torchguard._torch import patch, storage_key, without_torch_function
-from torchguard.errors import ReadOnlyMemoryError, SharedViewError
+from torchguard.errors import ReadOnlyMemoryError, SharedViewError, TorchGuardWarning
 from torchguard.state.tensors import extent
 
 # ---- from memory of others to a tensor ----
@@ -195,7 +195,7 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             "a tensor was sent to another process as a copy, because a numpy array is a view of "
             "its memory: neither process sees what the other one writes. Call share_memory_() "
             "before numpy() to share it",
-            UserWarning,
+            TorchGuardWarning,
             stacklevel=2,
         )
         copy = tensor.detach().clone()

@@ -477,7 +477,6 @@ def _warn_of(reasons: dict[str, str]) -> None:
         record("guard_skipped", name, reason)
         warn_user(
             f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
-            RuntimeWarning,
         )
 
 
@@ -491,7 +490,6 @@ def _warn_if_newer() -> None:
             f"torchguard: torch {torch.__version__} is newer than {newest}, the newest that this "
             "version of torchguard is tested with. Each guard is tried when it is installed, and "
             "is left out if it does not protect",
-            RuntimeWarning,
         )
 
 

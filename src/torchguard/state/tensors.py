@@ -89,7 +89,7 @@ class Snapshot(NamedTuple):
         captured, pass a larger number, so that autograd refuses a backward over them.
 
         Raises nothing, because it runs while another exception propagates: what PyTorch refuses
-        becomes a ``RuntimeWarning``. May be called again.
+        becomes a ``TorchGuardWarning``. May be called again.
         """
         tensor, elements, autograd = self.tensor, self.elements, self.autograd
         version = self.version if version is None else version
@@ -346,7 +346,7 @@ def note_refused(failure: str, error: Exception) -> None:
     """Say which step of a rollback has failed: the program's own exception is the one to raise."""
     found = _failures.get()
     if found is None:
-        warn_user(f"{failure}: {error}", RuntimeWarning)
+        warn_user(f"{failure}: {error}")
     else:
         found.append(f"{failure}: {error}")
 
@@ -552,5 +552,4 @@ if (_reason := _what_is_not_restored()) is not None:
         f"torchguard: on torch {torch.__version__} a tensor can't be restored after a failure: "
         f"{_reason}. What restores tensors (safe_resize_, rollback_on_error, transaction and "
         "others) does not protect them",
-        RuntimeWarning,
     )

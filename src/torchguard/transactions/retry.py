@@ -18,7 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchguard._events import record
 from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch.eager import versions_of
-from torchguard.errors import UnrecoverableStepError, is_out_of_memory, with_causes
+from torchguard.errors import (
+    TorchGuardWarning,
+    UnrecoverableStepError,
+    is_out_of_memory,
+    with_causes,
+)
 from torchguard.training_setup import warn_of_setup
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
@@ -84,7 +89,7 @@ def run(
                 warnings.warn(
                     f"a batch of {samples} samples ran out of memory; it was run in parts of "
                     f"{size}, and the batches after it are too",
-                    RuntimeWarning,
+                    TorchGuardWarning,
                     stacklevel=3,
                 )
             return loss

@@ -29,7 +29,6 @@ _PAGES = {
     "load": "../training/checkpoints.md",
     "verified": "../compile/verified.md",
     "setitem": "../compile/assign.md",
-    "slice_scatter": "../compile/assign.md",
 }
 
 

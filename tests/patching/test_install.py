@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copyreg
+import gc
+import logging
 import re
+import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,6 +97,30 @@ def test_installed_looks_at_the_live_attribute(monkeypatch: pytest.MonkeyPatch) 
         assert torchguard.installed() == ()
         monkeypatch.undo()
         assert torchguard.installed() == ("resize",)
+
+
+def _structures_of_python() -> dict[str, Any]:
+    """What libraries copy, and read by the form that Python's documentation gives."""
+    return {
+        "warnings.filters": list(warnings.filters),
+        "copyreg.dispatch_table": dict(copyreg.dispatch_table),
+        "gc.callbacks": list(gc.callbacks),
+        "sys.path_hooks": list(sys.path_hooks),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning),
+        "tracing": (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        "signals": [signal.getsignal(each) for each in signal.valid_signals()],
+        "sys.modules": [n for n, m in sys.modules.items() if not isinstance(m, ModuleType)],
+        "sys.meta_path": [f for f in sys.meta_path if not callable(getattr(f, "find_spec", None))],
+        "logging": (logging.getLoggerClass(), list(logging.root.filters), logging.root.handlers[:]),
+    }
+
+
+def test_what_others_read_of_python_has_nothing_of_ours() -> None:
+    """scikit-learn reads ``pattern`` of each item in ``warnings.filters``."""
+    before = _structures_of_python()
+    with install("all", only_if_needed=False):
+        assert _structures_of_python() == before
+    assert _structures_of_python() == before
 
 
 # --- unknown names

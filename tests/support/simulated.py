@@ -500,21 +500,6 @@ def _compiled_setitem(torchguard: Any) -> None:
         raise Unprotected("requires_grad is False")
 
 
-def _compiled_scatter(torchguard: Any) -> None:
-    seen: list[str] = []
-
-    def keep(graph: Any, _: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    def scatter(x: Any, y: Any) -> Any:
-        return torch.slice_scatter(x, y, 0, 0, 1)
-
-    torch.compile(scatter, backend=keep)(torch.ones(2), torch.zeros(1))
-    if any("slice_scatter" in each for each in seen):
-        raise Unprotected("it is in the graph")
-
-
 def _wrong(graph: Any, _: Any) -> Callable[..., Any]:
     return lambda *inputs: [each + 1 for each in graph.forward(*inputs)]
 
@@ -552,8 +537,8 @@ def _safe_checkpoint(torchguard: Any) -> None:
 
 
 IN_COMPILED_CODE = {
-    "checks": _compiled_checks, "setitem": _compiled_setitem, "slice_scatter": _compiled_scatter,
-    "recompute": _recompute, "verified()": _verified, "transaction()": _transaction,
+    "checks": _compiled_checks, "setitem": _compiled_setitem, "recompute": _recompute,
+    "verified()": _verified, "transaction()": _transaction,
     "safe_checkpoint()": _safe_checkpoint,
 }  # fmt: skip
 
@@ -634,7 +619,7 @@ def judged(change: Callable[[], None], *, compiled: bool) -> dict[str, str]:
     return answers
 
 
-COMPILED_GUARDS = ("checks", "setitem", "slice_scatter", "recompute")
+COMPILED_GUARDS = ("checks", "setitem", "recompute")
 
 
 def _judge(

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -85,26 +84,16 @@ def backend_of_compiled(compiled: Any) -> Any:
 def compiles_inside(
     compiled: Callable[..., Any], scope: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
-    """Return the same compiled function, which enters ``scope()`` whenever Dynamo compiles for it.
-
-    What ``dynamic=`` asks for is set while Dynamo compiles and not while the function runs.
-    """
+    """Return the same compiled function, which enters ``scope()`` when Dynamo compiles for it."""
     # Dynamo looks for a compiled variant without a lock. Where another thread moves an entry to the
     # front of the list meanwhile, the one that fits can be walked past: any call may compile.
     found = compiler_of(compiled)
     callback = getattr(found[1], "callback", None) if found is not None else None
     if found is None or not callable(callback):
         return compiled
-    set_dynamic = _changes_shared_settings(found[1])
-    # No other thread compiles while they are changed: Dynamo takes this lock, again, to compile.
-    lock = importlib.import_module("torch._dynamo.convert_frame").compile_lock
 
     def convert(*args: Any, **kwargs: Any) -> Any:
-        with scope(), contextlib.ExitStack() as settings_before:
-            if set_dynamic:
-                settings_before.enter_context(lock)
-            for change in set_dynamic:
-                settings_before.callback(change())
+        with scope():
             return callback(*args, **kwargs)
 
     for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):
@@ -115,35 +104,9 @@ def compiles_inside(
             setattr(convert, name, backend)
     settings = object.__new__(type(found[1]))
     # Not copy.copy(): its __reduce__ leaves dynamic= and most of the other settings out.
-    hooks = [each for each in getattr(found[1], "enter_exit_hooks", ()) if each not in set_dynamic]
-    vars(settings).update(vars(found[1]), callback=convert, enter_exit_hooks=hooks)
+    vars(settings).update(vars(found[1]), callback=convert)
     result: Callable[..., Any] = settings(found[0])
     return result
-
-
-def _changes_shared_settings(settings: Any) -> list[Callable[[], Callable[[], None]]]:
-    """Return what a call of a compiled function does for ``dynamic=`` to other threads as well."""
-    # Up to torch 2.11. Where calls of two threads overlap, automatic_dynamic_shapes is False from
-    # then on: https://github.com/pytorch/pytorch/issues/118260
-    changes = [
-        hook
-        for hook in getattr(settings, "enter_exit_hooks", ())
-        if "_make_closure_patcher" in getattr(hook, "__qualname__", "")
-    ]
-    return changes if changes and _settings_are_shared() else []
-
-
-@functools.cache
-def _settings_are_shared() -> bool:
-    """Whether a setting of Dynamo that one thread changes for a moment is seen by the others."""
-    config: Any = importlib.import_module("torch._dynamo.config")
-    seen: list[bool] = []
-    before = config.verbose  # one that nothing reads in between
-    with config.patch(verbose=not before):
-        thread = threading.Thread(target=lambda: seen.append(config.verbose))
-        thread.start()
-        thread.join()
-    return seen != [before]
 
 
 def traced(function: Callable[..., Any]) -> bool:

@@ -22,8 +22,6 @@ from torchguard._torch import (
 from torchguard.assignment.traced import (
     SETITEM_SWITCH,
     setitem_replacements,
-    slice_scatter_not_needed,
-    slice_scatter_replacements,
 )
 from torchguard.checkpoint.loading import guard_load, guard_module_load, guard_optimizer_load
 from torchguard.checkpoint.saving import guard_commit, guard_save, guard_serialize_file
@@ -43,7 +41,7 @@ from torchguard.verification.decorator import guard_compile
 
 GuardName = Literal[
     "all", "checks", "load", "numpy", "out", "overlap",
-    "recompute", "resize", "save", "setitem", "slice_scatter", "verified",
+    "recompute", "resize", "save", "setitem", "verified",
 ]  # fmt: skip
 """The names that ``install()`` takes: the keys of :data:`GUARDS` and ``"all"``."""
 
@@ -56,11 +54,8 @@ class Guard:
     replacements: Callable[[], patch.Replacements]
     """Paths to replace, each with what makes the replacement from the original."""
 
-    not_needed: Callable[[], str | None] = lambda: None
-    """Tries the defect on this torch: why the guard is not needed, or None if it is."""
-
     tried_by_self_test: bool = False
-    """Whether the guard is not needed if its self-tests pass without it."""
+    """Whether the guard is not needed if its self-tests pass without it; else it always is."""
 
     in_modules: Mapping[str, patch.Replacements] = field(default_factory=dict)
     """Paths to replace as soon as a module is imported, by that module's name."""
@@ -188,8 +183,7 @@ _LOAD = {
 }
 
 
-# In the order in which they lie on a path that several replace: the last is called first. If
-# a guard has no trial, every PyTorch so far needs it, and it changes nothing if one does not.
+# In the order in which they lie on a path that several replace: the last is called first.
 GUARDS: dict[str, Guard] = {
     guard.name: guard
     for guard in (
@@ -205,12 +199,6 @@ GUARDS: dict[str, Guard] = {
             switch=CHECKS_SWITCH,
         ),
         Guard("setitem", dict, in_modules={DYNAMO: setitem_replacements()}, switch=SETITEM_SWITCH),
-        Guard(
-            "slice_scatter",
-            dict,
-            slice_scatter_not_needed,
-            in_modules={DYNAMO: slice_scatter_replacements()},
-        ),
         Guard("verified", lambda: {"torch.compile": guard_compile}),
         Guard("save", lambda: _SAVE, tried_by_self_test=True, in_modules=_SAVE_IN_PACKAGES),
         Guard("load", lambda: _LOAD, tried_by_self_test=True, in_modules=_LOAD_IN_PACKAGES),

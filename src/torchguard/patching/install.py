@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -29,7 +29,6 @@ from torchguard.errors import TorchGuardError
 from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
-from torchguard.patching.warning_lines import show_warnings_at_callers, show_warnings_where_raised
 
 _DEFAULT = ("resize",)
 
@@ -63,10 +62,8 @@ class Installation:
     """Guards that are not on, each with the reason: PyTorch does not need it, or it does not
     protect.
 
-    A guard of Dynamo can move here from ``names`` when Dynamo is imported.
+    A guard can move here from ``names`` at the first ``torch.compile``, when it is tried there.
     """
-
-    _only_if_needed: bool = field(repr=False)
 
     def uninstall(self) -> None:
         """End this installation; guards that nothing else needs are removed.
@@ -129,13 +126,10 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
         ``verified`` does.
         ``"setitem"``: in code compiled from then on, a tensor that is written in place
         (``x[i] = v``) has the right ``requires_grad``, and so have its views.
-        ``"slice_scatter"``: in code compiled from then on, ``torch.slice_scatter``,
-        ``select_scatter`` and ``diagonal_scatter`` have the gradient of eager.
         ``"all"``: each of these.
 
-    ``"setitem"`` and ``"slice_scatter"`` replace functions of Dynamo when the program imports it,
-    and count as installed until then. ``"slice_scatter"`` is tried at that time, and may move to
-    ``.skipped``. Code that is compiled already does not change: install first, or call
+    ``"setitem"`` replaces functions of Dynamo when the program imports it, and counts as installed
+    until then. Code that is compiled already does not change: install first, or call
     ``torch.compiler.reset()``.
 
     Each guard is tried after it was installed, and in compiled code at the first ``torch.compile``.
@@ -144,9 +138,9 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
 
     Args:
         *names: which guards; none for ``"resize"``.
-        only_if_needed: skip ``"out"``, ``"overlap"``, ``"save"``, ``"load"``, ``"recompute"`` or
-            ``"slice_scatter"`` if this PyTorch does not have the defect (``.skipped`` says why);
-            the others are always needed.
+        only_if_needed: skip ``"out"``, ``"overlap"``, ``"save"``, ``"load"`` or ``"recompute"`` if
+            this PyTorch does not have the defect (``.skipped`` says why); the others are always
+            needed.
         strict: raise if a guard does not protect on this torch.
 
     Returns:
@@ -173,14 +167,14 @@ def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False
     wanted = known(names, "install") or known(chosen(), CHOICE) or _DEFAULT
     if is_off():
         off = f"{SWITCH}=off in the environment"
-        return Installation((), dict.fromkeys(wanted, off), only_if_needed)
+        return Installation((), dict.fromkeys(wanted, off))
     _warn_if_newer()
     not_needed = _not_needed(wanted) if only_if_needed else {}
     _wait_for_modules(wanted)
     with patch.lock:
         reasons, new = _put_in_place([name for name in wanted if name not in not_needed])
         held = tuple(name for name in wanted if name not in not_needed and name not in reasons)
-        installation = Installation(held, {**not_needed, **reasons}, only_if_needed)
+        installation = Installation(held, {**not_needed, **reasons})
         for name in held:
             _installed.setdefault(name, set()).add(installation)
             GUARDS[name].on.on += 1
@@ -320,10 +314,10 @@ def _not_needed(names: Iterable[str]) -> dict[str, str]:
 
 
 def _why_not_needed(name: str) -> str | None:
+    if not GUARDS[name].tried_by_self_test:
+        return None  # every PyTorch so far needs it
     try:
         with computing_unseen():  # the modes of the program see none of it
-            if not GUARDS[name].tried_by_self_test:
-                return GUARDS[name].not_needed()
             for tests in (SELF_TESTS, *LATER_SELF_TESTS.values()):
                 if name in tests and tests[name]() is not None:
                     return None
@@ -353,8 +347,6 @@ def _put_in_place(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
                 new.append(name)
                 _in_place.add(name)
                 GUARDS[name].changed()
-        if _in_place:
-            show_warnings_at_callers()
     except BaseException:
         _remove(new, lambda: None)
         raise
@@ -442,25 +434,18 @@ def _remove(names: list[str], then: Callable[[], None]) -> None:
                 last.callback(ended, failed=False)
             last.callback(GUARDS[name].changed)
         if not _in_place:
-            show_warnings_where_raised()
             stop_waiting(_module_was_imported, _try_later)
 
 
 def _module_was_imported(module: ModuleType) -> None:
     """Replace what guards in place replace in a module; let Dynamo's tables know the originals."""
-    is_dynamo = module.__name__ == DYNAMO
-    if is_dynamo:
+    if module.__name__ == DYNAMO:
         with patch.originals_set_aside():
             rebuild_dynamo_tables(are_filled=bool(_in_place))
     reasons: dict[str, str] = {}
     with patch.lock:
         concerned = [name for name in GUARDS if module.__name__ in GUARDS[name].in_modules]
         for name in concerned:
-            # Several may hold it: it stays if one of them wants it on a torch that is right.
-            anyway = any(not each._only_if_needed for each in _installed.get(name, ()))
-            not_needed = None if anyway or not is_dynamo else _why_not_needed(name)
-            if name in _in_place and not_needed is not None:
-                _take_off(name, not_needed)
             reason = _replace(name) if name in _in_place else None
             if reason is not None:
                 reasons[name] = _of_this_torch(reason)

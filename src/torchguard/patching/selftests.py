@@ -298,18 +298,6 @@ def _setitem_compiled() -> str | None:
     return "requires_grad is False in compiled code after x[0][0] = v"
 
 
-def _slice_scatter_compiled() -> str | None:
-    def scatter(target: Any, source: Any) -> Any:
-        return torch.slice_scatter(target, source, 0, 0, 1)
-
-    graphs: list[Any] = []
-    _compiled(scatter, graphs)(torch.ones(2, **_CPU), torch.zeros(1, **_CPU))
-    nodes = (node for graph in graphs for node in graph.graph.nodes)
-    if any("slice_scatter" in str(node.target) for node in nodes):
-        return "torch.slice_scatter reaches the compiler as it is"
-    return None
-
-
 def _verified_compiled() -> str | None:
     made: Any = torch.compile(_verified_compiled)  # and is not called
     if made is _verified_compiled:  # TORCHDYNAMO_DISABLE=1
@@ -365,7 +353,6 @@ LATER_SELF_TESTS: Mapping[str, Mapping[str, SelfTest]] = {
         _tried_compiled,
         checks=_checks_compiled,
         setitem=_setitem_compiled,
-        slice_scatter=_slice_scatter_compiled,
         verified=_verified_compiled,
     ),
 }

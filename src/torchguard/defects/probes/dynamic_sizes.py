@@ -246,7 +246,7 @@ def _overlapping_calls() -> None:
 @compile_defect(
     "2 threads that call torch.compile(dynamic=False) code switch dynamic shapes off",
     upstream=issues(118260),
-    advice="Upgrade to torch 2.12, or compile with bucketed().",
+    advice="Upgrade to torch 2.12.",
 )
 def static_threads() -> str | None:
     """Compile something else after two threads have called what ``dynamic=False`` compiled.

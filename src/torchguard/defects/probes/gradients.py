@@ -77,7 +77,7 @@ def _scattered(x: Tensor) -> Tensor:
 @gradient_defect(
     "compiled: wrong input gradient of slice_scatter, select_scatter, diagonal_scatter",
     upstream=issues(180164, 180771, 180772, 183898, 183602),
-    guards=("slice_scatter",),
+    guards=("verified",),
     advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
 )
 def scatter_gradient() -> str | None:

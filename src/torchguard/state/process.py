@@ -18,6 +18,7 @@ so the caller has one, and rolls back again::
 from __future__ import annotations
 
 import functools
+import os
 import random
 import signal
 import threading
@@ -43,48 +44,96 @@ _DEFERRED = tuple(
 )
 
 
+_Handler = Callable[[int, FrameType | None], Any]
+_handlers: dict[int, _Handler] = {}
+"""The program's handlers of the signals that ours was set for."""
+_in_force: list[DeferredSignals] = []
+"""In the order in which they began."""
+
+
 class DeferredSignals:
-    """Signals that Python code handles, Ctrl-C too, wait until :meth:`restore_handlers`."""
+    """Signals that Python code handles, Ctrl-C too, wait until :meth:`restore_handlers`.
+
+    Several may be in force at once, and end in any order: the process has one handler for all of
+    them. A signal waits for the one that began last, and when that ends, for those before it.
+    """
 
     def __init__(self, numbers: Sequence[int] = _DEFERRED, *, at_most: int | None = None) -> None:
         """``at_most``: how many wait; those after them do not."""
         self._at_most = at_most
-        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._arrived: list[int] = []
+        self._arrived: list[tuple[int, _Handler]] = []
+        self._numbers: Sequence[int] = ()
         if threading.current_thread() is not threading.main_thread():
             return  # handlers run in the main thread
+        self._numbers = numbers
         try:
+            _in_force.append(self)
             for number in numbers:
                 handler = _get_handler(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    _set_handler(number, self._arrive)
+                if callable(handler) and handler is not _arrive:
+                    _handlers[number] = handler
+                    _set_handler(number, _arrive)
         except BaseException:  # one that arrived before its turn
             self.restore_handlers()
             raise
 
-    def _arrive(self, number: int, _: FrameType | None) -> None:
-        self._arrived.append(number)
+    def take(self, number: int, handler: _Handler) -> bool:
+        """Let a signal wait, and return whether it does."""
+        if number not in self._numbers:
+            return False
+        self._arrived.append((number, handler))
         if self._at_most is not None and len(self._arrived) > self._at_most:
             self.deliver()
+        return True
 
     def deliver(self) -> None:
-        """Call the handlers of the signals that have arrived; later ones wait again."""
+        """Hand on the signals that have arrived; later ones wait again."""
         if self._arrived:
-            number = self._arrived.pop(0)
+            number, handler = self._arrived.pop(0)
             try:
-                self._handlers[number](number, None)
+                _hand_on(number, handler, after=self)
             finally:  # each runs, also if one before it raises
                 self.deliver()
 
     def restore_handlers(self) -> None:
-        """Set the handlers again, and call those whose signal has arrived."""
-        for number, handler in self._handlers.items():
-            _set_handler(number, handler)
+        """End it: set the program's handlers unless another needs ours; hand on what arrived."""
         try:
-            self.deliver()
+            if self in _in_force:
+                _in_force.remove(self)
+            # Elsewhere handlers can't be set. Ours stays, and calls the program's.
+            if threading.current_thread() is threading.main_thread():
+                for number in set(self._numbers).difference(*(x._numbers for x in _in_force)):
+                    if _get_handler(number) is _arrive:  # the program may have set another one
+                        _set_handler(number, _handlers[number])
         finally:
-            self._handlers = {}
+            self.deliver()
+
+
+def _arrive(number: int, _: FrameType | None) -> None:
+    """Handle a signal for all that are in force."""
+    _hand_on(number, _handlers[number])
+
+
+def _hand_on(number: int, handler: _Handler, *, after: DeferredSignals | None = None) -> None:
+    """Let a signal wait for the last that began before another one, or call its handler."""
+    end = _in_force.index(after) if after in _in_force else len(_in_force)
+    if any(each.take(number, handler) for each in reversed(_in_force[:end])):
+        return
+    if threading.current_thread() is threading.main_thread():
+        handler(number, None)
+    else:
+        signal.raise_signal(number)  # the main thread handles it
+
+
+def _forget_after_fork() -> None:
+    """Let a child get its signals: it leaves no block that its parent has opened."""
+    for each in _in_force:
+        each._arrived.clear()
+    _in_force.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def roll_back(restore: Callable[..., None], *args: Any) -> None:

@@ -405,6 +405,63 @@ class TestAProofOfItsOwn:
         with pytest.raises(PaddingLeakError, match="gradient"):
             wrapped(x, torch.ones(2, requires_grad=True))
 
+    @pytest.mark.parametrize(
+        ("leaks", "make"),
+        [
+            (lambda x, other: x.shape[0] < 2, lambda n: (torch.randn(n, 5), None)),
+            (lambda x, other: x.shape[2] < 2, lambda n: (torch.randn(2, 5, n), None)),
+            (lambda x, other: len(other) < 2, lambda n: (torch.randn(2, 5), torch.ones(n))),
+            (lambda x, other: other[0].shape[1] < 2,
+             lambda n: (torch.randn(2, 5), [torch.ones(1, n)])),
+            (lambda x, other: len(other) < 2, lambda n: (torch.randn(2, 5), np.ones(n))),
+        ],
+        ids=["rows", "channels", "another argument", "in a list", "an array"],
+    )  # fmt: skip
+    @pytest.mark.parametrize("small", [0, 1])
+    def test_belongs_to_a_size_of_0_or_1_that_has_no_name(
+        self, leaks: Any, make: Any, small: int
+    ) -> None:
+        wrapped = in_time(lambda x, other: x + (x + 1).mean() if leaks(x, other) else x * 2)
+        for size in (4, 3):
+            wrapped(*make(size))
+        if make(small)[0].numel():  # of nothing padding changes nothing
+            with pytest.raises(PaddingLeakError):
+                wrapped(*make(small))
+
+    def test_is_that_of_all_other_sizes(self) -> None:
+        runs = []
+        wrapped = in_time(lambda x, other: runs.append(1) or x * 2, outputs={1: "t"})
+        for rows in (4, 2, 3, 9, 1, 1, 4):
+            wrapped(torch.randn(rows, 5), torch.ones(rows + 1, 7))
+        assert len(runs) == 7 + 2 * 4  # a proof with many rows, and one with one row
+
+    def test_of_a_nan_is_made_once(self) -> None:
+        """A NaN is not equal to itself, wherever it is; -0.0 is equal to 0.0."""
+        runs = []
+
+        def scaled(x: torch.Tensor, by: Any) -> torch.Tensor:
+            runs.append(1)
+            return x - x.mean() if str(by) == "-0.0" else x * 2
+
+        nan: list[Callable[[], Any]] = [
+            lambda: float("nan"),
+            lambda: np.float32("nan"),
+            lambda: complex(0, float("nan")),
+            lambda: {float("nan")},
+            lambda: [slice(float("nan"), 1)],
+            lambda: nn.Threshold(float("nan"), 0.0),
+        ]
+        for make in nan:
+            wrapped = in_time(scaled, outputs={1: "t"})
+            runs.clear()
+            for _ in range(3):
+                wrapped(torch.randn(2, 5), make())
+            assert len(runs) == 3 + 4
+        wrapped = in_time(scaled, outputs={1: "t"})
+        wrapped(torch.randn(2, 5), 0.0)
+        with pytest.raises(PaddingLeakError):
+            wrapped(torch.randn(2, 5), -0.0)
+
     def test_of_each_axis_is_none_of_both(self) -> None:
         def pairs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return (a[:, :, None] == b[:, None, :]).sum((1, 2))

@@ -180,6 +180,16 @@ def test_compiles_in_one_graph(value: Any, side: Any) -> None:
 # Masks.
 
 
+@pytest.mark.parametrize(
+    "empty", [[], (), range(0), np.array([], np.int64), torch.empty(0, dtype=torch.int64)]
+)
+def test_a_length_mask_of_no_sequences(empty: Any) -> None:
+    expected = torch.arange(3) < torch.empty(0, 1)
+    for side in SIDES:
+        found = length_mask(empty, 3, side=side)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
 def test_length_masks() -> None:
     for lengths in ([0, 2, 4], torch.tensor([0, 2, 4])):
         assert length_mask(lengths, 4).int().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0], [1] * 4]

@@ -176,12 +176,15 @@ def length_mask(
                 [ True,  True,  True]])
     """
     _check_side(side, "length_mask")
-    real = torch.as_tensor(lengths, device=device)
+    # torch.as_tensor([]) is float32.
+    dtype = None if isinstance(lengths, torch.Tensor) or len(lengths) else torch.int64
+    real = torch.as_tensor(lengths, device=device, dtype=dtype)
     if real.dtype.is_floating_point or real.dtype.is_complex or real.dtype == torch.bool:
         raise TypeError(f"length_mask: lengths has dtype {real.dtype}, expected integers")
     if real.dim() != 1:
         raise ValueError(f"length_mask: lengths has shape {tuple(real.shape)}, expected (B,)")
-    if not isinstance(lengths, torch.Tensor) and not 0 <= min(lengths) <= max(lengths) <= size:
+    listed = () if isinstance(lengths, torch.Tensor) else lengths
+    if len(listed) and not 0 <= min(listed) <= max(listed) <= size:
         raise ValueError(f"length_mask: lengths is {lengths!r}, expected integers from 0 to {size}")
     # Compared where the lengths are: to read them would wait for the GPU.
     positions = torch.arange(size, device=real.device)

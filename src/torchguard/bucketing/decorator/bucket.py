@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,8 +48,10 @@ _LIKE_PLAIN: Any = (
     (np.bool_, bool),
     ((int, np.integer), int),
     (str, str.__str__),
-    ((complex, bytes, torch.Size), lambda each: each),
-    ((set, frozenset), frozenset),
+    (complex, lambda each: (number_key(each.real), number_key(each.imag))),
+    ((bytes, torch.Size, range), lambda each: each),
+    ((set, frozenset), lambda each: frozenset(map(leaf_key, each))),
+    (np.ndarray, lambda each: (each.dtype.str, each.shape)),
     (slice, lambda each: (*map(leaf_key, (each.start, each.stop, each.step)),)),
     (functools.partial, lambda f: _keys_in((f.func, f.args, f.keywords))),
     # A method may be one of a partial, which has neither.
@@ -68,6 +70,11 @@ class TensorKey(NamedTuple):
     requires_grad: bool
 
 
+def number_key(number: float) -> Any:
+    """Return a float, or its bits: a NaN is not equal to itself, and 0.0 is equal to -0.0."""
+    return number if number and number == number else (number.hex(),)  # noqa: PLR0124
+
+
 def leaf_key(leaf: Any) -> Any:
     """Return what a graph depends on of a leaf: something to hash and compare."""
     if isinstance(leaf, torch.Tensor):
@@ -75,7 +82,7 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.nn.Module):
         return _module_key(leaf)
     if isinstance(leaf, (float, np.floating)) and not isinstance(leaf, enum.Enum):
-        return float(leaf)
+        return number_key(float(leaf))
     # By type, not isinstance(): a subclass of int may compare as it likes.
     if type(leaf) in PLAIN or isinstance(leaf, enum.Enum):
         return type(leaf), leaf
@@ -90,7 +97,7 @@ def _module_key(module: torch.nn.Module) -> Any:
     # and its options tell it apart.
     if any(members_of(module)):
         return weakref.ref(module), module.training
-    return type(module), *((k, v) for k, v in vars(module).items() if type(v) in PLAIN)
+    return type(module), *((k, leaf_key(v)) for k, v in vars(module).items() if type(v) in PLAIN)
 
 
 def _keys_in(values: Any) -> tuple[Any, ...]:
@@ -414,14 +421,25 @@ def kind_of_call(specialization: Specialization, inputs: Iterable[Input]) -> Any
     """
     switches = [(label, _switch(key)) for label, key in specialization.unpadded]
     # What shows in unsigned numbers may not in others.
-    kinds = [(each.label, each.dtype, each.requires_grad) for each in inputs]
+    kinds = [
+        (each.label, each.dtype, each.requires_grad, _zero_one_more(each.shape, dict(each.axes)))
+        for each in inputs
+    ]
     return specialization.global_state, specialization.structure, *switches, *kinds
 
 
+def _zero_one_more(shape: Sequence[int], named: Collection[int] = ()) -> tuple[int, ...]:
+    """Return for each size without a name whether it is 0, 1 or more, as torch specialises them.
+
+    https://docs.pytorch.org/docs/main/compile/dynamic_shapes_zero_one_specialization.html
+    """
+    return tuple(-1 if dim in named else min(size, 2) for dim, size in enumerate(shape))
+
+
 def _switch(key: Any) -> Any:
-    """Return what of an argument may lead the function another way: not a size, nor a fraction."""
+    """Return what of an argument may lead the function another way: no size, but 0 and 1."""
     if isinstance(key, TensorKey):
-        return TensorKey, key.dtype, key.requires_grad
+        return TensorKey, key.dtype, key.requires_grad, _zero_one_more(key.shape)
     # A weight of 0 or 1 hides a term, and a threshold of another sign is another one.
     if isinstance(key, float) and key not in {0.0, 1.0}:
         return float, math.copysign(1, key), math.isfinite(key)

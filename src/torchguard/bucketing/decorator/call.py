@@ -31,6 +31,7 @@ from torchguard.bucketing.decorator.bucket import (
     Specialization,
     kind_of_call,
     leaf_key,
+    number_key,
     sizes_of,
 )
 from torchguard.bucketing.decorator.compiled import (
@@ -120,7 +121,7 @@ class Caller:
                 key += (argument.shape, argument.dtype, argument.device, argument.requires_grad)
             elif kind in PLAIN:
                 leaves.append(argument)
-                key += (kind, argument)
+                key += (kind, number_key(argument) if kind is float else argument)
             else:
                 inside, treedef = flatten(argument)
                 leaves += inside

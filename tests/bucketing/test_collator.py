@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -111,8 +113,8 @@ def test_an_empty_list_has_the_dtype_of_the_others() -> None:
 # Rows of padding.
 
 
-def test_rows_of_padding_are_samples_of_length_0() -> None:
-    """All of them holds the fill, and the mask is False."""
+def test_rows_of_padding_are_samples_of_length_1() -> None:
+    """All of them holds the fill, and the mask is True at one position."""
     dims = {"ids": {1: "t"}, "labels": {1: "t"}, "positions": {1: "t"}}
     fill = {"ids": 9, "labels": -100, "positions": "repeat-last", "label": -1, "w": 0.0}
     sizes = {4: 4, 8: 3, 16: 1}
@@ -124,8 +126,91 @@ def test_rows_of_padding_are_samples_of_length_0() -> None:
     assert batch["positions"].tolist() == [[0, 1, 1, 1]] * 4
     assert batch["label"].tolist() == [5, 5, -1, -1]
     assert batch["w"].tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert batch["mask"].sum(1).tolist() == [2, 2, 0, 0]
+    assert batch["mask"].int().tolist() == [[1, 1, 0, 0]] * 2 + [[1, 0, 0, 0]] * 2
     assert batch["text"] == ["a", "a"]
+
+
+def pooled(h: torch.Tensor, mask: torch.Tensor, net: nn.Module) -> torch.Tensor:
+    real = mask[..., None]
+    return h + ((h * real).sum(1) / real.sum(1))[:, None]
+
+
+def of_queries(h: torch.Tensor, mask: torch.Tensor, net: nn.Module) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(h, h, h, attn_mask=mask[:, None])
+
+
+def packed(h: torch.Tensor, mask: torch.Tensor, net: Any) -> torch.Tensor:
+    lengths = mask.sum(1)
+    given = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+    found, _ = nn.utils.rnn.pad_packed_sequence(
+        net(given)[0], batch_first=True, total_length=mask.shape[1]
+    )
+    return found
+
+
+MIXERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda h, mask, net: h + net(h, h, h, key_padding_mask=~mask)[0],
+    ),
+    "TransformerEncoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True), 1
+        ),
+        lambda h, mask, net: net(h, src_key_padding_mask=~mask),
+    ),
+    "scaled_dot_product_attention": (nn.Identity, of_queries),
+    "softmax": (
+        nn.Identity,
+        lambda h, mask, net: (h @ h.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ h,
+    ),
+    "mean": (nn.Identity, pooled),
+    "log of a count": (nn.Identity, lambda h, mask, net: h / mask.sum(1)[:, None, None].log1p()),
+    "maximum": (
+        nn.Identity,
+        lambda h, mask, net: h + h.masked_fill(~mask[..., None], -torch.inf).amax(1, True),
+    ),
+    "GRU": (lambda: nn.GRU(8, 8, batch_first=True), packed),
+}  # fmt: skip
+
+
+def last_batch(side: Any, rows: int) -> dict[str, torch.Tensor]:
+    """Two samples in a batch of so many rows."""
+    samples = [{"ids": [3, 4, 5], "labels": [1, 2, 3], "kind": 1},
+               {"ids": [9, 8, 7, 6, 5], "labels": [2, 1, 3], "kind": 2}]  # fmt: skip
+    dims = {"ids": {1: "t"}, "labels": {1: "s"}}
+    return BucketCollator(  # type: ignore[no-any-return]
+        BUCKETS, {**dims}, fill={"labels": -100, "kind": -100}, side=side,
+        mask_key={"t": "mask", "s": "label_mask"}, batch_sizes=dict.fromkeys(BUCKETS, rows),
+    )(samples)  # fmt: skip
+
+
+def trained(mixer: str, batch: dict[str, torch.Tensor], side: str) -> list[torch.Tensor]:
+    """Return a loss and its gradients: a class for each sample, and a sequence of labels."""
+    torch.manual_seed(0)
+    make, mix = MIXERS[mixer]
+    embedding, head, net = nn.Embedding(10, 8), nn.Linear(8, 5), make()
+    logits = head(mix(embedding(batch["ids"]), batch["mask"], net))
+    first = logits[:, 0 if side == "right" else -1]
+    loss = functional.cross_entropy(first, batch["kind"], ignore_index=-100)
+    if side == "right":  # as ctc_loss has it
+        lengths = batch["mask"].sum(1), batch["label_mask"].sum(1)
+        scores = logits.transpose(0, 1).log_softmax(-1)
+        each = functional.ctc_loss(scores, batch["labels"], *lengths, reduction="none")
+        loss = loss + (each * (batch["kind"] != -100)).sum()
+    parameters = [*embedding.parameters(), *head.parameters(), *net.parameters()]
+    return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_of_padding_train_as_no_rows_do(mixer: str, side: Any) -> None:
+    """A row without a real position makes NaN of the gradient of every weight."""
+    if mixer == "GRU" and side == "left":
+        pytest.skip("packed sequences are padded on the right")
+    filled, exact = (trained(mixer, last_batch(side, rows), side) for rows in (5, 2))
+    for one, other in zip(filled, exact, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_ragged_samples_in_the_workers() -> None:
@@ -285,4 +370,6 @@ def test_the_rows_of_a_mask_are_padded_where_those_of_the_data_are(side: Any, co
     )
     batch = collate([{"x": torch.ones(5)}, {"x": torch.ones(3)}])
     assert batch["mask"].shape == (count, 8)
-    assert torch.equal(batch["mask"], batch["x"] == 1)
+    there = batch["x"].any(1)
+    assert torch.equal(batch["mask"][there], batch["x"][there] == 1)
+    assert batch["mask"][~there].sum(1).tolist() == [1] * (count - 2)

@@ -50,7 +50,9 @@ class BucketCollator:
             mapping, under this; with several axes ``{axis: key}``. Masks that the samples have
             themselves are named in ``dims`` like everything else.
         batch_sizes: ``{size: rows}`` of :class:`torchguard.BucketBatchSampler`: batches with fewer
-            rows get rows of padding, which hold ``fill`` and are False in the mask. ``fill`` has
+            rows get rows of padding: samples of length 1 that hold ``fill``. Their mask is True at
+            one position, because attention to nothing is NaN; that of an axis whose tensors all
+            have a negative fill, as labels have, is False. ``fill`` has
             to say what they hold of tensors that ``dims`` does not name: ``{"label": -100}``. Of
             several axes it is the first that has buckets of these sizes.
 
@@ -132,16 +134,29 @@ class BucketCollator:
         for axis, key in self._mask_keys.items():
             if axis not in lengths:
                 raise ValueError(f"BucketCollator: no sample has axis {axis!r} to make a mask of")
-            mask = length_mask(lengths[axis], sizes[axis], side=self._side)
-            # Rows that pad the batch are not real.
-            for part in self._parts(batch, "batch"):
-                for dim, name in part.axes:
-                    if dim % part.value.dim() == 0:
-                        mask = pad_to_bucket(mask, 0, sizes[name], side=self._side).tensor
-            if self._batch_sizes is not None:
-                mask = pad_to_bucket(mask, 0, self._rows(sizes)).tensor
-            _put(batch, key, mask)
+            known = self._with_lengths_of_rows(lengths[axis], axis, batch, sizes)
+            _put(batch, key, length_mask(known, sizes[axis], side=self._side))
         return batch
+
+    def _with_lengths_of_rows(
+        self, lengths: list[int], axis: str, batch: Any, sizes: Mapping[str, int]
+    ) -> list[int]:
+        """Return the lengths of samples and of rows of padding.
+
+        Attention to nothing and the mean of nothing are NaN, and so are all gradients then: a row
+        has one real position. But for a label of -100 ctc_loss would read outside of memory.
+        """
+        parts = list(self._parts(batch, "batch"))
+        own = (part.fill for part in parts if any(name == axis for _, name in part.axes))
+        row = [0] if all(isinstance(fill, (int, float)) and fill < 0 for fill in own) else [1]
+        for part in parts:
+            for dim, name in part.axes:
+                if dim % part.value.dim() == 0:
+                    more = row * (sizes[name] - len(lengths))
+                    lengths = more + lengths if self._side == "left" else lengths + more
+        if self._batch_sizes is not None:
+            lengths = lengths + row * (self._rows(sizes) - len(lengths))
+        return lengths
 
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
         """Pad each sample to the longest; also return how long they were, by axis."""

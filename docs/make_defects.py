@@ -75,7 +75,8 @@ none.
 
 Each reproducer is a program that needs PyTorch alone. It prints what it saw, or `None` if your
 PyTorch does not have the defect, and some of them end the process. `python -m torchguard doctor`
-runs all of them on your PyTorch, without and with the guards, and `--only NAME` runs one.
+runs all of them on your PyTorch, without and with the guards. `python -m torchguard doctor NAME`
+runs one.
 
 In the tables, `-` means absent, `closed` live and closed by its guard, `detected` live and found
 after it has happened, `no guard` live, and `not run` that the probe needs a GPU

@@ -21,11 +21,11 @@ _COMMANDS = {
 _EXAMPLES = f"""examples:
   python -m torchguard demo                           PyTorch next to torchguard, six times
   python -m torchguard doctor                         known defects of your PyTorch: some minutes
-  python -m torchguard doctor --only resize-locked    one defect, by its id
+  python -m torchguard doctor resize-locked           one defect, and all that is known about it
   python -m torchguard run --guards resize,out train.py --epochs 3
   python -m torchguard plan lengths.npy --buckets 8
   python -m torchguard verify checkpoint              whether a checkpoint is whole
-  python -m torchguard COMMAND --help                 its options; of doctor, all ids
+  python -m torchguard COMMAND --help                 its options; of doctor, all names
 
 documentation: {DOCUMENTATION}
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -11,9 +12,11 @@ import pytest
 
 import torchguard
 from support.child_process import run_command
-from support.planted import only, planted, row
+from support.planted import planted, row
 from torchguard.__main__ import main
-from torchguard.cli.doctor import lines
+from torchguard.cli.doctor import lines, overview, stories
+from torchguard.cli.terminal import Bar, Paint
+from torchguard.defects.catalog import all_defects
 from torchguard.defects.diagnosis import DoctorReport
 
 
@@ -54,22 +57,77 @@ class TestLines:
         assert '; guard: install("resize")\n' in text
 
 
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class TestTerminal:
+    @pytest.mark.parametrize("columns", [80, 120])
+    def test_overview(self, report: DoctorReport, columns: int) -> None:
+        """It begins with a summary and groups what there is to do, in lines that fit."""
+        shown = overview(report, Paint(io.StringIO()), columns)
+        assert max(map(len, shown.splitlines())) <= columns
+        assert shown.startswith(f"{len(report.rows)} defects on PyTorch ")
+        order = [shown.index(text) for text in ("\nOpen, nothing", "\nClosed by ", "\nAbsent: ")]
+        assert order == sorted(order)
+        opened = shown[order[0] : order[1]]
+        assert "planted-open" in opened
+        assert "planted-live" in opened
+        assert "planted-closed" not in opened
+        assert [each.id for each in report.rows if each.id not in shown] == []
+
+    def test_the_title_of_each_defect_fits(self) -> None:
+        known = [each for each in all_defects() if not each.id.startswith("planted-")]
+        assert [each.id for each in known if not 0 < len(each.title) <= 50] == []
+        assert [each.id for each in known if len(each.id) > 23] == []
+
+    def test_story(self, report: DoctorReport) -> None:
+        """All that is known about one defect: what happened, the guard, its limits."""
+        one = DoctorReport((row(report, "detected"),), report.environment)
+        shown = stories(one, Paint(io.StringIO()), 80)
+        for text in ("planted: detected", "crash: SIGSEGV", "check_consistent(): detected"):
+            assert text in shown
+        assert "look before you read" in shown
+
+    def test_colors_are_for_terminals_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("TERM", "xterm")
+        assert Paint(Terminal())("open", "31") == "\x1b[31mopen\x1b[0m"
+        assert Paint(io.StringIO())("open", "31") == "open"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert Paint(Terminal())("open", "31") == "open"
+
+    def test_the_bar_leaves_an_empty_line(self) -> None:
+        """On a terminal it stays in one line; elsewhere each step has a line of its own."""
+        terminal, pipe = Terminal(), io.StringIO()
+        for stream in (terminal, pipe):
+            bar = Bar(stream, 2, "defects")
+            for name in ("one", "two"):
+                bar.step(name, f"{name}: live")
+        assert "\n" not in terminal.getvalue()
+        assert terminal.getvalue().endswith("\r\x1b[K")
+        assert pipe.getvalue() == "2 defects\n[1/2] one: live\n[2/2] two: live\n"
+
+
 @pytest.mark.usefixtures("with_planted")
 class TestCommand:
     def test_lines(self, capsys: pytest.CaptureFixture[str]) -> None:
         """It ends with 0 when every live defect that has a guard is closed."""
         names = ("absent", "segfault", "closed", "installed", "detected")
-        assert main(["doctor", *only(*names)]) == 0
+        assert main(["doctor", *planted(*names)]) == 0
         shown = capsys.readouterr()
         assert shown.err.startswith("5 defects to probe\n[1/5] planted-")
         assert "\n[5/5] planted-" in shown.err
         assert "planted-segfault: crash (SIGSEGV), open, no guard yet" in shown.err
-        assert "planted-closed" in shown.out
         assert "planted-detected: crash (SIGSEGV), detected" in shown.err
+        assert "\nplanted-closed: planted: closed\n" in shown.out
 
     def test_json(self, capfd: pytest.CaptureFixture[str]) -> None:
         """--json prints one document and nothing else."""
-        assert main(["doctor", "--json", *only("noisy", "open")]) == 1
+        assert main(["doctor", "--json", *planted("noisy", "open")]) == 1
         shown = capfd.readouterr()
         found = json.loads(shown.out)
         assert [row["id"] for row in found["rows"]] == planted("noisy", "open")
@@ -78,7 +136,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--only", "planted-liv"], "did you mean planted-live"),
+            (["planted-liv"], "did you mean planted-live"),
             (["--family", "graphics"], "invalid choice: 'graphics'"),
             (["--jobs", "0"], "expected jobs of 1 or more, got 0"),
             (["--timeout", "soon"], "argument --timeout"),

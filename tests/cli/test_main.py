@@ -44,7 +44,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith("usage: python -m torchguard")
     for command in ("demo", "doctor", "run", "plan"):
         assert f"\n    {command} " in shown
-    assert "python -m torchguard doctor --only resize-locked" in shown
+    assert "python -m torchguard doctor resize-locked" in shown
     assert f"documentation: {DOCUMENTATION}" in shown
     assert not errors
 

@@ -140,7 +140,7 @@ if "supervise()" in str(sys.orig_argv):
         """No process outlives a doctor that is interrupted or killed."""
         mark = with_planted / "hanging"
         mark.unlink(missing_ok=True)
-        line = [sys.executable, "-m", "torchguard", "doctor", "--only", "planted-hang"]
+        line = [sys.executable, "-m", "torchguard", "doctor", "planted-hang"]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
         with started(line, env=environment) as doctor:
             while doctor.poll() is None and not (mark.exists() and " " in mark.read_text()):

@@ -32,6 +32,13 @@ def test_off_leaves_pytorch_alone_and_says_so_once(caplog: pytest.LogCaptureFixt
     assert [entry.levelname for entry in caplog.records] == ["INFO"]
 
 
+@pytest.mark.parametrize("value", ["0", "false", "No", "OFF"])
+def test_off_has_the_names_that_people_type(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHGUARD", value)
+    with torchguard.install("resize"):
+        assert torchguard.installed() == ()
+
+
 @pytest.mark.usefixtures("off")
 def test_functions_that_are_called_work_all_the_same() -> None:
     tensor = torch.from_numpy(np.zeros(4))

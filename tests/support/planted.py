@@ -136,11 +136,6 @@ def planted(*names: str) -> list[str]:
     return [f"planted-{name}" for name in names]
 
 
-def only(*names: str) -> list[str]:
-    """Return the options of the command line that choose planted defects."""
-    return [part for name in planted(*names) for part in ("--only", name)]
-
-
 def row(report: DoctorReport, name: str) -> Row:
     """Return the row of a planted defect."""
     (found,) = (row for row in report.rows if row.id == f"planted-{name}")

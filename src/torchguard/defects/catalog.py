@@ -73,6 +73,9 @@ class Defect:
     only_detects: bool = False
     """Whether the guards find the damage and do not prevent it: "detected", not "closed"."""
 
+    title: str = ""
+    """What you would see, in at most 50 characters; the summary if it is empty."""
+
     limits: str = ""
     """What the guards leave open, in one short sentence; shown where the defect is live."""
 

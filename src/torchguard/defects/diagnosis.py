@@ -41,6 +41,9 @@ class Row:
     guards: tuple[str, ...] = ()
     """Names for ``install()``, or those of ``catalog.CALLED_GUARDS``, which are called."""
 
+    title: str = ""
+    """What you would see, in at most 50 characters."""
+
     advice: str = ""
     limits: str = ""
     """What the guards leave open."""
@@ -212,7 +215,7 @@ def _row(defect: Defect, bare: Verdict, guarded: Verdict | None = None) -> Row:
             guarded = Verdict("open", "no guard yet")
         else:
             guarded = Verdict("not run" if bare.status == "not run" else "-")
-    names = ("id", "family", "upstream", "summary", "guards", "advice", "limits")
+    names = ("id", "family", "upstream", "summary", "title", "guards", "advice", "limits")
     return Row(bare=bare, guarded=guarded, **{name: getattr(defect, name) for name in names})
 
 

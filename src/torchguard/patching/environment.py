@@ -12,11 +12,14 @@ CHOICE = "TORCHGUARD_GUARDS"
 
 
 def is_off() -> bool:
-    """Whether ``TORCHGUARD=off`` is set: ``install()``, ``guarded()`` and ``run`` do nothing."""
+    """Whether ``TORCHGUARD=off`` is set: ``install()``, ``guarded()`` and ``run`` do nothing.
+
+    ``0``, ``false`` and ``no`` mean the same, as people type them when something is on fire.
+    """
     value = os.environ.get(SWITCH, "").strip().lower()
-    if value in {"", "on"}:
+    if value in {"", "on", "1", "true", "yes"}:
         return False
-    if value != "off":
+    if value not in {"off", "0", "false", "no"}:
         raise ValueError(f"{SWITCH} is {value!r} in the environment, expected 'off' or 'on'")
     _say_so()
     return True
@@ -25,7 +28,8 @@ def is_off() -> bool:
 @functools.cache
 def _say_so() -> None:
     """Log one line for the process."""
-    logger.info("%s=off in the environment: install() and guarded() do nothing", SWITCH)
+    value = os.environ.get(SWITCH)
+    logger.info("%s=%s in the environment: install() and guarded() do nothing", SWITCH, value)
 
 
 def chosen() -> tuple[str, ...]:

@@ -37,6 +37,7 @@ def _difference(block: Callable[[Tensor], Tensor], begin: Callable[[], object]) 
 
 @_recompute_defect(
     "BatchNorm and running statistics inside torch.utils.checkpoint are updated twice",
+    title="checkpoint() updates BatchNorm twice",
     upstream=issues(96136),
     advice=_ADVICE.format("BatchNorm"),
 )
@@ -51,6 +52,7 @@ def recompute_buffers() -> str | None:
 
 @_recompute_defect(
     "a checkpointed block reads what it has written: wrong gradients",
+    title="checkpoint() reads what it wrote: wrong gradients",
     advice=_ADVICE.format("running statistics that forward reads"),
 )
 def recompute_reads() -> str | None:
@@ -73,6 +75,7 @@ def recompute_reads() -> str | None:
 
 @_recompute_defect(
     "a checkpointed block draws from Python, numpy or its own generator: wrong gradients",
+    title="checkpoint() draws other numbers: wrong gradients",
     advice=_ADVICE.format("random numbers that are not of torch's default generator"),
 )
 def recompute_random() -> str | None:
@@ -87,6 +90,7 @@ def recompute_random() -> str | None:
 
 @_recompute_defect(
     "rrelu in training inside activation checkpointing has a wrong gradient",
+    title="rrelu in checkpoint() has a wrong gradient",
     upstream=issues(193671),
     advice="Pass early_stop=False to checkpoint, or use_reentrant=True.",
 )

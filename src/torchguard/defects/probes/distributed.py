@@ -43,6 +43,7 @@ class _Unpicklable:
 
 @memory_defect(
     "dcp.save over a checkpoint that fails or is killed leaves none that loads, or a mix",
+    title="a killed dcp.save loses the old checkpoint too",
     guards=("save",),
     advice="Save each checkpoint to a new folder and remove the old one after it.",
     limits="Only the writer of the file system is guarded.",
@@ -69,6 +70,7 @@ def dcp_overwrite() -> str | None:
 
 @memory_defect(
     "dcp.load loads a shard in which a bit has changed",
+    title="dcp.load loads a corrupt shard",
     guards=("load",),
     advice="Write a checksum of each file when you save, and compare it before dcp.load.",
 )
@@ -90,6 +92,7 @@ def dcp_bits() -> str | None:
 
 @memory_defect(
     "dcp.load converts what was saved to the dtype that is asked for",
+    title="dcp.load silently converts the dtype",
     upstream=issues(187138),
     guards=("load",),
     advice="Load into tensors of the dtype that was saved, and convert them after.",
@@ -106,6 +109,7 @@ def dcp_dtype() -> str | None:
 
 @memory_defect(
     "dcp.load that can't read one file has overwritten the tensors of the others",
+    title="a failed dcp.load leaves two checkpoints mixed",
     guards=("load",),
     advice="Load into copies, or restart from the checkpoint before: tensors hold two states.",
 )

@@ -69,6 +69,7 @@ _20_BUCKETS, _PADDING = range(8, 168, 8), 3
 
 @_bucketed_defect(
     "padding to buckets does not keep a plain torch.compile from a symbolic dim",
+    title="sizes become symbolic in spite of padding",
     upstream=issues(190631),
     guarded_with=_in_buckets(_20_BUCKETS),
 )
@@ -88,6 +89,7 @@ _16_LENGTHS = range(2, 18)
 
 @_bucketed_defect(
     "past 8 variants of a compiled function every new one runs eager, with one log line",
+    title="hit config.recompile_limit (8): runs eager",
     upstream=issues(128071),
     guarded_with=_in_buckets(_16_LENGTHS),
 )
@@ -128,6 +130,7 @@ def _for_2_buckets() -> Callable[[Tensor], object]:
 
 @_bucketed_defect(
     'mode="reduce-overhead", GPU: one CUDA graph recorded for every input size',
+    title="a CUDA graph is recorded for every size",
     upstream=issues(188150),
     guarded_with=_for_2_buckets,
 )
@@ -181,6 +184,7 @@ def _padded_in_buckets(x: Tensor, weight: Tensor) -> Any:
 
 @_bucketed_defect(
     "compiled: padding a dynamic dim by -n % 16 reads or writes out of bounds",
+    title="padding a dynamic size reads out of bounds",
     upstream=issues(169760),
     guarded_with=_padded_in_buckets,
 )
@@ -245,6 +249,7 @@ def _overlapping_calls() -> None:
 
 @compile_defect(
     "2 threads that call torch.compile(dynamic=False) code switch dynamic shapes off",
+    title="threads with dynamic=False switch it off",
     upstream=issues(118260),
     advice="Upgrade to torch 2.12.",
 )

@@ -58,6 +58,7 @@ def _is_spoiled(make: Callable[[], Tensor], call: _Call) -> bool:
 
 @memory_defect(
     "a failed resize_, resize_as_, set_ or out= leaves a shape without memory behind it",
+    title="a failed resize_ leaves a shape without memory",
     upstream=issues(170298),
     guards=("resize", "out"),
 )
@@ -69,6 +70,7 @@ def resize_locked() -> str | None:
 
 @memory_defect(
     "resize_ of a tensor in shared memory calls a null allocator: the process dies",
+    title="resize_ in shared memory: Segmentation fault",
     guards=("resize",),
 )
 def resize_shared() -> str | None:
@@ -90,6 +92,7 @@ def resize_shared() -> str | None:
 
 @memory_defect(
     "after storage.resize_(0) any access to the tensor reads memory that is gone",
+    title="reads freed memory after storage.resize_(0)",
     upstream=issues(171676),
     guards=("check_consistent",),
     guarded_with=torchguard.check_consistent,
@@ -140,6 +143,7 @@ def _damage_of(out: Tensor, call: _Call, scope: _Scope) -> str | None:
 
 @memory_defect(
     "a failing out= call leaves out resized or filled with garbage",
+    title="a failed out= call leaves garbage in out",
     guards=("rollback_on_error",),
     guarded_with=_rolled_back,
     limits='install("out") restores shape and storage for every call, and leaves what was written, '
@@ -193,6 +197,7 @@ def _gradient_error(call: _Call, scope: _Scope) -> float:
 
 @memory_defect(
     "an indexed write that raises has written part of its rows; backward uses them",
+    title="a failed x[i] = v has written some rows",
     guards=("rollback_on_error",),
     guarded_with=_rolled_back,
 )

@@ -30,6 +30,7 @@ class _RunningNorm(torch.nn.Module):
 
 @gradient_defect(
     "compiled: a module that updates a statistics buffer in forward gets wrong gradients",
+    title="wrong gradients after a buffer update",
     upstream=("https://github.com/pytorch/pytorch/pull/197039",),
     guards=("verified",),
     advice="Replace the buffer instead of writing into it: "
@@ -76,6 +77,7 @@ def _scattered(x: Tensor) -> Tensor:
 
 @gradient_defect(
     "compiled: wrong input gradient of slice_scatter, select_scatter, diagonal_scatter",
+    title="slice_scatter has a wrong gradient",
     upstream=issues(180164, 180771, 180772, 183898, 183602),
     guards=("verified",),
     advice="Write out = x.clone(); out[start:end] = source instead of torch.slice_scatter.",
@@ -99,6 +101,7 @@ def _embedded(weight: Tensor, ids: Tensor) -> Tensor:
 
 @gradient_defect(
     "compiled for one CPU thread: an id's embedding gradient is that of one occurrence",
+    title="an id that occurs twice gets one gradient",
     upstream=(
         "https://github.com/pytorch/pytorch/issues/147848",
         "https://github.com/pytorch/pytorch/pull/147961",
@@ -128,6 +131,7 @@ def _ask_requires_grad(v: Tensor) -> tuple[Tensor, Tensor, bool, bool]:
 
 @gradient_defect(
     "compiled: requires_grad is wrong after an indexed assignment or detach_()",
+    title="requires_grad is False after x[i] = v",
     upstream=issues(169179, 176854),
     guards=("setitem",),
     advice="Write m = m.index_put((b, r, c), v) and y = y.detach() where requires_grad is read.",
@@ -170,6 +174,7 @@ def _into_view(value: Tensor) -> Tensor:
 
 @gradient_defect(
     "compiled: after a write into a view, an autograd function's backward is left out",
+    title="a custom backward is left out",
     upstream=issues(169179),
     guards=("setitem",),
     advice="Write m[0, 0] = v in one step, or m = torchguard.sliced_assign(m, (0, 0), v).",

@@ -23,6 +23,7 @@ from torchguard.defects.probes import compile_defect, issues, memory_defect, sha
 
 @memory_defect(
     "a tensor made from a read-only array writes to immutable memory or crashes",
+    title="writes to read-only numpy memory, or a crash",
     upstream=issues(46741, 5442),
     guards=("numpy",),
     advice="Copy what is read-only: torch.from_numpy(a if a.flags.writeable else a.copy()).",
@@ -39,6 +40,7 @@ def numpy_readonly() -> str | None:
 
 @memory_defect(
     "t.numpy() dangles after share_memory_(), a queue put or a spawned DataLoader",
+    title="t.numpy() dangles after t.share_memory_()",
     upstream=issues(51849),
     guards=("numpy",),
     advice="Call t.share_memory_() before t.numpy(), or keep t.numpy().copy().",
@@ -67,6 +69,7 @@ _MAPPING_SIZE = 16 * mmap.PAGESIZE
 
 @memory_defect(
     "torch.frombuffer lets go of the buffer: close() or clear() frees a live tensor",
+    title="closing the buffer frees a tensor's memory",
     guards=("numpy",),
     advice="Write torch.frombuffer(memoryview(buffer), ...): then close() raises BufferError.",
 )
@@ -101,6 +104,7 @@ def _is_intact(path: Path, saved: Tensor) -> bool:
 
 @memory_defect(
     "torch.load(mmap=True), then torch.save to the same path: crash, checkpoint lost",
+    title="saving over an mmapped file: Bus error, file lost",
     upstream=("https://github.com/meta-pytorch/torchtune/issues/1018",),
     guards=("save",),
     advice="Save to a temporary file in the same folder, then os.replace() it over the old one.",
@@ -153,6 +157,7 @@ def _loss(beyond: float) -> float:
 
 @memory_defect(
     "ctc_loss on CPU does not check targets: a loss from foreign memory, or a crash",
+    title="ctc_loss reads out-of-bounds memory, or crashes",
     upstream=issues(193794),
     guards=("checks",),
     advice="Check targets first: assert 0 <= targets.min() and targets.max() < log_probs.size(-1).",
@@ -179,6 +184,7 @@ def _product(beyond: float) -> float:
 
 @memory_defect(
     "sparse CSR indices are not checked: a product reads out of bounds",
+    title="sparse product reads out-of-bounds memory",
     upstream=issues(190045, 141004, 195547),
     guards=("checks",),
     advice="Build sparse tensors under `with torch.sparse.check_sparse_tensor_invariants():`.",
@@ -202,6 +208,7 @@ def _call_checked_operators(
 
 @compile_defect(
     "compiled: index -1 or a probability of 1.5 gives a value where eager raises",
+    title="an index of -1 gives a value where eager raises",
     upstream=issues(197554, 183608, 151918, 169779, 185885, 182965),
     guards=("checks",),
     advice="Check indices and probabilities before they enter the compiled function.",
@@ -241,6 +248,7 @@ def _divide(dividend: Tensor, divisor: Tensor) -> tuple[Tensor, ...]:
 
 @compile_defect(
     "compiled on CPU: an integer division by a zero element kills the process",
+    title="integer division by zero kills the process",
     upstream=issues(143649, 183610, 178013),
     guards=("checks",),
     advice="Replace zeros first: divisor = torch.where(divisor == 0, 1, divisor).",

@@ -49,6 +49,7 @@ def _argument_after_an_update_of_the_result(program: _Program) -> Tensor:
 
 @_miscompiled(
     "compiled: an index write into x, then an update that reads x flipped, goes wrong",
+    title="a write, then a flipped read, gives wrong values",
     upstream=issues(198270, 198033),
     advice="Compute out of place (y = x.index_copy(0, rows, new); return y + y.flip(0)) "
     "and copy the result into x outside the compiled function.",
@@ -70,6 +71,7 @@ def permuted_read() -> str | None:
 
 @_miscompiled(
     "compiled: an in-place update through F.dropout(x, training=False) is lost",
+    title="a write through F.dropout is lost",
     upstream=issues(195422),
     advice="Update the input itself, not what F.dropout returned.",
 )
@@ -84,6 +86,7 @@ def mutation_dropped() -> str | None:
 
 @_miscompiled(
     "compiled: a clone taken between two writes to x holds both of them",
+    title="x.clone() holds a later write",
     upstream=issues(198094, 198131),
     advice="Compute out of place (y = x.index_fill(0, row, 1)) "
     "and copy the result into x outside the compiled function.",
@@ -107,6 +110,7 @@ def overwritten() -> str | None:
 
 @_miscompiled(
     "compiled: a value read through a dtype view is computed after a later write",
+    title="a value read through view(dtype) is a later one",
     upstream=issues(198101),
     advice="Write the tensor that was viewed outside the compiled function.",
 )
@@ -131,6 +135,7 @@ def dtype_view() -> str | None:
 
 @_miscompiled(
     "compiled: a write into an expanded view, or at an index given twice, is wrong",
+    title="x[idx] += v with equal indices is wrong",
     upstream=issues(188084, 183986, 175791, 174074, 138908, 197582),
     advice="Write x = x.index_put((index,), x[index] + 1) for x[index] += 1, and clone() an "
     "expanded view before writing into it.",
@@ -160,6 +165,7 @@ def expand_duplicate() -> str | None:
 
 @_miscompiled(
     "compiled: x * 1, x + 0 and x / 1.0 return the input itself",
+    title="x * 1 returns x itself; a write changes x",
     upstream=issues(197893),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
@@ -178,6 +184,7 @@ def noop_aliases() -> str | None:
 
 @_miscompiled(
     "compiled: the returned copy is the updated input itself, even through .clone()",
+    title="the returned clone is the input itself",
     upstream=issues(195451),
     advice="Call .clone() on the result outside the compiled function before updating it in place.",
 )
@@ -206,6 +213,7 @@ _KEEP = 20  # two channels, and 2 pixels of the third
 
 @_miscompiled(
     "compiled on CPU: BatchNorm, flatten and a cropping F.pad leave memory unwritten",
+    title="conv, BatchNorm and crop return garbage",
     upstream=issues(195582),
     advice="Crop outside the compiled function, or to a whole number of channels.",
 )
@@ -239,6 +247,7 @@ def _on_gpu(program: _Program) -> Tensor:
 
 @_miscompiled(
     "compiled, GPU: F.pad of a long sum loses its fill value (flash attention cu_seqlens)",
+    title="F.pad of a sum loses its fill value",
     upstream=issues(189895),
     advice="Write torch.cat([ends.new_zeros(1), ends]) instead of F.pad(ends, (1, 0)).",
 )

@@ -37,6 +37,7 @@ _mistraced = partial(compile_defect, guards=("verified_python",), guarded_with=_
 
 @_mistraced(
     "compiled: torch.Tensor(x.size()) holds the sizes as data",
+    title="torch.Tensor(x.size()) holds the sizes as data",
     upstream=issues(196467),
     advice="Write torch.empty(x.size()).",
 )
@@ -51,6 +52,7 @@ def dynamo_tensor_of_size(compile_: _Compile = _compiled) -> str | None:
 
 @_mistraced(
     "compiled: a number in a class that has changed since is still the old one",
+    title="a changed class attribute keeps its old value",
     upstream=issues(176851),
     advice="Keep the number in a module or an instance, or pass it as an argument.",
     limits="Closed in calls that are compared: every=1 compares each, every=1000 one of 1000.",
@@ -73,6 +75,7 @@ def dynamo_stale_global(compile_: _Compile = _compiled) -> str | None:
 
 @_mistraced(
     "compiled: an append to a list that a class holds is lost",
+    title="an append to a list is lost",
     upstream=issues(169253),
     advice="Return the value and append it outside the compiled function.",
 )

@@ -52,6 +52,7 @@ def _foreach(x: Tensor, y: Tensor) -> None:
 
 @_overlap_defect(
     "x -= x[:, :1] and x[:, 1:] = x[:, :-1] read elements that they have written already",
+    title="x -= x[:, :1] gives wrong values",
     upstream=issues(135487, 144861, 76891, 85852, 906),
     limits="A shift under torch.vmap stays as torch computes it.",
 )
@@ -72,6 +73,7 @@ def overlap_inplace() -> str | None:
 
 @_overlap_defect(
     "mm, cat and cumsum with an out= that they read give wrong numbers",
+    title="mm(x, y, out=x) gives wrong values",
     upstream=issues(87551, 48900, 114350),
 )
 def overlap_out() -> str | None:
@@ -87,6 +89,7 @@ def overlap_out() -> str | None:
 
 @_overlap_defect(
     "torch.nonzero(x, out=w) with w a window over x writes past w, and may kill the process",
+    title="nonzero(out=) writes out of bounds",
     upstream=issues(135487),
 )
 def overlap_nonzero() -> str | None:

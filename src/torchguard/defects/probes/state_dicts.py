@@ -18,6 +18,7 @@ class _Tied(nn.Module):
 
 @memory_defect(
     "load_state_dict(assign=True) and to_empty() make two parameters of a tied one",
+    title="load_state_dict(assign=True) unties weights",
     guards=("load",),
     advice="After load_state_dict(assign=True) or to_empty(), tie the weights again: "
     "model.output.weight = model.embedding.weight.",
@@ -47,6 +48,7 @@ def tied_assign() -> str | None:
 
 @memory_defect(
     "Optimizer.load_state_dict casts float32 moments of bfloat16 parameters to bfloat16",
+    title="resume rounds float32 moments to bfloat16",
     guards=("load",),
     advice="After load_state_dict, copy the saved tensors into optimizer.state[parameter] again.",
     limits="Adam and others that PyTorch can't step with such moments: cast, with a warning.",
@@ -69,6 +71,7 @@ def optimizer_state_dtype() -> str | None:
 
 @memory_defect(
     "Optimizer.load_state_dict goes by position though both sides have names: other moments",
+    title="resume gives parameters each other's moments",
     guards=("load",),
     advice="Make the optimizer from the parameters in the order in which they were when saved.",
 )

@@ -78,6 +78,7 @@ class _FailAt(TorchDispatchMode):
 
 @_transaction_defect(
     "an optimizer step that raises midway has updated part of the parameters and moments",
+    title="a failed step() has moved some parameters",
     advice="After a caught exception in step(), reload the model and the optimizer from a "
     "checkpoint instead of stepping again.",
     limits="A fused step is not copied; if it raises, the error says so: undo='copy'.",
@@ -105,6 +106,7 @@ _OLD, _NEW = 4, 64  # elements of the layer in the checkpoint and now
 
 @memory_defect(
     "fused Adam on CPU writes past the end of moments loaded from a smaller layer",
+    title="fused Adam writes past the end of its moments",
     guards=("load",),
     guarded_with=_load_guarded,
     advice="After load_state_dict, check that each state tensor but `step` has the shape of its "
@@ -126,6 +128,7 @@ def optimizer_state_shape(load: Callable[[Any, Any], Any] = _Adam.load_state_dic
 
 @_transaction_defect(
     "a first step() that raises while it makes the state leaves half of it for ever",
+    title="every step raises KeyError: 'exp_avg_sq'",
     advice="After a first step() that raised, call optimizer.state.clear() before the next.",
 )
 def optimizer_init_partial(protect: _Protect = _plain) -> str | None:
@@ -148,6 +151,7 @@ def optimizer_init_partial(protect: _Protect = _plain) -> str | None:
 
 @_transaction_defect(
     "a first GradScaler.scale() that raises leaves a scaler that refuses every step",
+    title="GradScaler: _growth_tracker is None, for good",
     advice="After a first scale() that raised, make a new GradScaler.",
 )
 def scaler_init_partial(protect: _Protect = _plain) -> str | None:
@@ -172,6 +176,7 @@ def scaler_init_partial(protect: _Protect = _plain) -> str | None:
 
 @memory_defect(
     "SGD(fused=True, momentum=...) uses uninitialised memory after a skipped first step",
+    title="SGD(fused=True) uses uninitialized momentum",
     advice="With a GradScaler use SGD(foreach=True).",
 )
 def sgd_fused_skip() -> str | None:
@@ -193,6 +198,7 @@ def sgd_fused_skip() -> str | None:
 
 @memory_defect(
     "fused optimizers on CPU misread gradients that are expanded or transposed",
+    title="fused step misreads a transposed gradient",
     advice="On a CPU use foreach=True, or set p.grad to a contiguous tensor (g.contiguous()).",
 )
 def fused_layout() -> str | None:
@@ -215,6 +221,7 @@ def fused_layout() -> str | None:
 
 @memory_defect(
     "SGD(fused=True) on CPU does not update bfloat16 and float16 parameters",
+    title="SGD(fused=True) never moves half parameters",
     upstream=issues(191763),
     advice="On a CPU use SGD(foreach=True) for parameters in bfloat16 or float16.",
 )
@@ -233,6 +240,7 @@ def _run_out_of_memory(_gradient: Tensor) -> None:
 
 @_transaction_defect(
     "a step retried after out of memory has doubled gradients and counts its batch twice",
+    title="a step retried after OOM doubles its gradients",
     advice="Before the retry, call optimizer.zero_grad(), restore BatchNorm's buffers from a copy "
     "and make a new GradScaler from its state_dict().",
 )
@@ -257,6 +265,7 @@ def oom_retry(protect: _Protect = _plain) -> str | None:
 
 @memory_defect(
     "load_state_dict(strict=True) that raises has overwritten every tensor that matched",
+    title="a failed load_state_dict has changed weights",
     guards=("load",),
     advice="Compare names and shapes with model.state_dict() before loading, or load into a copy "
     "of the model.",

@@ -9,14 +9,11 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BatchEncoding
 
 import torchguard
 from torchguard.errors import TorchGuardWarning
@@ -233,81 +230,3 @@ def parts_of(
         warnings.simplefilter("ignore", TorchGuardWarning)
         step.run(loss_of, batch, retry="halve")
     return seen[1:]
-
-
-@dataclass
-class Sample:
-    ids: torch.Tensor
-    texts: list[str]
-
-
-class Pair(NamedTuple):
-    ids: torch.Tensor
-    scale: float
-
-
-class TestSplitting:
-    def test_containers_stay_what_they_are(self) -> None:
-        batch = {
-            "sample": Sample(torch.arange(4), ["a", "b", "c", "d"]),
-            "pair": Pair(torch.arange(4), 0.5),
-            "more": [torch.arange(4), (np.arange(4), None, "every part")],
-            "temperature": torch.tensor(2.0),
-            "tokens": BatchEncoding({"input_ids": torch.arange(8).reshape(4, 2)}),
-        }
-        first, second = parts_of(batch)
-        assert type(first["sample"]) is Sample
-        assert first["sample"].ids.tolist() == [0, 1]
-        assert first["sample"].texts == ["a", "b"]
-        assert type(first["pair"]) is Pair
-        assert first["pair"].ids.tolist() == [0, 1]
-        assert second["more"][1][0].tolist() == [2, 3]
-        assert second["more"][1][1:] == (None, "every part")
-        assert second["temperature"] is batch["temperature"]
-        assert isinstance(second["tokens"], BatchEncoding)
-        assert second["tokens"].input_ids.tolist() == [[4, 5], [6, 7]]
-        assert second["tokens"].input_ids is second["tokens"]["input_ids"]
-        assert len(batch["sample"].ids) == 4  # type: ignore[attr-defined]
-        x = torch.arange(10).reshape(5, 2)
-        first, second = parts_of(x)  # views of 3 and 2 samples
-        assert first.data_ptr() == x.data_ptr()
-        assert torch.equal(torch.cat([first, second]), x)
-        assert len(first) == 3
-
-    @pytest.mark.parametrize(
-        ("extra", "seen"),
-        [
-            ((224, 224), [(224, 224)] * 2),
-            ([1, 2], [[1], [2]]),
-            (["a", "b"], [["a"], ["b"]]),
-            (("a", "b"), [("a",), ("b",)]),
-            ([1.5, "b"], [[1.5], ["b"]]),
-            ((1, "b"), [(1, "b")] * 2),
-        ],
-    )
-    def test_only_what_has_one_entry_per_sample_is_cut(self, extra: Any, seen: Any) -> None:
-        assert [part["extra"] for part in parts_of({"x": torch.ones(2), "extra": extra})] == seen
-
-    @pytest.mark.parametrize(
-        ("batch", "name"),
-        [
-            (
-                {"x": torch.ones(4, 2), "w": torch.ones(3)},
-                r"batch\['w'\] of shape \(3,\): expected 4",
-            ),
-            ((torch.ones(4), [torch.ones(4), torch.ones(5)]), r"batch\[1\]\[1\] of shape \(5,\)"),
-            (
-                {"x": torch.ones(4), "graph": torch.eye(4).to_sparse()},
-                r"batch\['graph'\], of type Tensor",
-            ),
-            ({"x": torch.ones(4), "path": object()}, r"batch\['path'\], of type object"),
-            (
-                (torch.ones(4), nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])),
-                r"batch\[1\], of type PackedSequence",
-            ),
-            ({"n": 3}, "found no tensor to split"),
-        ],
-    )
-    def test_what_can_not_be_split_is_named(self, batch: Any, name: str) -> None:
-        with pytest.raises(TypeError, match=name):
-            Setup().step.run(lambda _: torch.zeros(()), batch, retry="halve")

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from torchguard._events import record
+from torchguard._pytree import KeyPath
 from torchguard._torch import patch
 from torchguard._torch.dynamo import is_compiling_here
 from torchguard._torch.eager import (
@@ -69,6 +70,8 @@ class Guarded:
     """Why no block can be opened, if ``also`` has a model of FSDP: only its state is saved."""
     epochs: dict[int, int | None] = field(default_factory=dict)
     """Where ``run`` has left each scheduler."""
+    lists: dict[KeyPath, bool] = field(default_factory=dict)
+    """What ``run`` has seen of the lists in batches: whether each has an entry for each sample."""
     loop_steps_too: bool = False
     """Whether it was said that the loop steps a scheduler beside ``run``."""
 

@@ -7,16 +7,14 @@ import gc
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchguard._events import record
-from torchguard._pytree import KeyPath, children, keystr, with_children
 from torchguard._torch.eager import versions_of
 from torchguard.errors import (
     TorchGuardWarning,
@@ -27,13 +25,10 @@ from torchguard.errors import (
 from torchguard.training_setup import warn_of_setup
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
+from torchguard.transactions.split import Split, rows_of
 
 if TYPE_CHECKING:
     from torchguard.transactions.step import Transaction
-
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_CONSTANTS = (*_SCALARS, torch.Size, torch.dtype, torch.device)
-
 
 Retry = Literal["halve"]
 
@@ -46,6 +41,7 @@ def run(
     *,
     retry: Retry | None,
     parts: int,
+    split: Split,
     before_step: Callable[[], Any] | None,
     metric: Callable[[torch.Tensor], Any] | None,
 ) -> torch.Tensor:
@@ -69,9 +65,10 @@ def run(
             with together:
                 pieces: Iterable[tuple[Any, float]] = [(batch, 1.0)]
                 if retry is not None or parts > 1:
-                    samples = _samples(batch)
+                    rows = rows_of(batch, split, guarded.lists)
+                    samples = rows.samples
                     size = size or min(step.part_size or samples, math.ceil(samples / parts))
-                    pieces = _parts(batch, samples, size)
+                    pieces = rows.parts(batch, size)
                 with step:
                     loss = _train(guarded, loss_of, pieces, before_step)
                     _update(guarded, loss, metric)
@@ -234,86 +231,3 @@ def _empty_caches() -> None:
         torch.xpu.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
-
-
-# --- splitting a batch -----------------------------------------------------------------------
-
-
-def _samples(batch: Any) -> int:
-    """Return the size of dimension 0 of the first tensor, and check that all the rest has it."""
-    leaves = [(keystr("batch", path, batch), leaf) for path, leaf in _leaves(batch, ())]
-    rows = {name: len(leaf) for name, leaf in leaves if _has_rows(leaf)}
-    if not rows:
-        raise TypeError(
-            "run: found no tensor to split in the batch; expected tensors whose "
-            "dimension 0 counts the samples, in lists, tuples, mappings or dataclasses"
-        )
-    first, samples = next(iter(rows.items()))
-    for name, leaf in leaves:
-        if rows.get(name, samples) != samples:
-            raise TypeError(
-                f"run: can't split {name} of shape {tuple(leaf.shape)}: expected "
-                f"{samples} in dimension 0, as {first} has; let loss_of close over what is not "
-                "one row per sample"
-            )
-        if name not in rows and not _is_constant(leaf):
-            raise TypeError(
-                f"run: can't split {name}, of type {type(leaf).__name__}; let loss_of close over "
-                "it, or pass the tensors it is made of"
-            )
-    return samples
-
-
-def _leaves(node: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    # A named tuple whose fields only make sense together: data is sorted by batch_sizes.
-    inside = None if isinstance(node, torch.nn.utils.rnn.PackedSequence) else children(node)
-    if inside is None:
-        yield path, node
-        return
-    for key, child in inside:
-        yield from _leaves(child, (*path, key))
-
-
-def _is_dense(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.layout is torch.strided and not leaf.is_nested
-    return isinstance(leaf, np.ndarray)
-
-
-def _has_rows(leaf: Any) -> bool:
-    return _is_dense(leaf) and leaf.ndim > 0
-
-
-def _is_constant(leaf: Any) -> bool:
-    """Return whether every part gets this value as it is."""
-    return isinstance(leaf, _CONSTANTS) or (_is_dense(leaf) and leaf.ndim == 0)
-
-
-def _parts(batch: Any, samples: int, size: int) -> Iterator[tuple[Any, float]]:
-    """Yield parts of at most ``size`` samples, views of the batch, with their share of it."""
-    if size >= samples:
-        yield batch, 1.0
-        return
-    for begin in range(0, samples, size):
-        end = min(begin + size, samples)
-        yield _slice(batch, begin, end, samples), (end - begin) / samples
-
-
-def _is_one_each(node: Any, samples: int) -> bool:
-    """Whether this is a list of one string or number for each sample, which a collator makes.
-
-    A tuple of strings may be one too; one of numbers is ``size=(224, 224)``.
-    """
-    if type(node) not in {list, tuple} or len(node) != samples:
-        return False
-    kinds = _SCALARS if type(node) is list else (str, bytes)
-    return all(isinstance(each, kinds) for each in node)
-
-
-def _slice(node: Any, begin: int, end: int, samples: int) -> Any:
-    if _has_rows(node) or _is_one_each(node, samples):
-        return node[begin:end]
-    inside = children(node)
-    if inside is None:
-        return node
-    return with_children(node, {key: _slice(child, begin, end, samples) for key, child in inside})

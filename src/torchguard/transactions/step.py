@@ -19,6 +19,7 @@ from torchguard.training_setup import frozen
 from torchguard.transactions.block import Block, Guarded, steps_fused, watch
 from torchguard.transactions.resume import load, state_of
 from torchguard.transactions.retry import Retry, run
+from torchguard.transactions.split import Split
 
 
 @public
@@ -84,8 +85,9 @@ class Transaction:
         loss_of: Callable[[Any], Tensor],
         batch: Any,
         *,
-        parts: int = 1,
         retry: Retry | None = None,
+        parts: int = 1,
+        split: Split = None,
         before_step: Callable[[], Any] | None = None,
         metric: Callable[[Tensor], Any] | None = None,
     ) -> Tensor:
@@ -110,10 +112,15 @@ class Transaction:
         Args:
             loss_of: takes a batch, or a part of one, and returns its mean loss.
             batch: tensors whose dimension 0 counts the samples, in lists, tuples, mappings
-                (``BatchEncoding``) or dataclasses. Lists of as many strings or numbers as there
-                are samples are split too; other numbers, strings and 0-d tensors go to each part.
-            parts: over how many parts of the batch gradients accumulate; the last may be smaller.
+                (``BatchEncoding``) or dataclasses. A list with one entry per sample (strings,
+                token ids, boxes) is cut between samples; other lists, numbers, strings and 0-d
+                tensors go to each part.
             retry: what to do when memory runs out; None raises at once.
+            parts: over how many parts of the batch gradients accumulate; the last may be smaller.
+            split: what of the batch is cut, where the batch does not tell. A dict such as
+                ``{"labels": True, "image_size": False}``: True of what has one row or entry per
+                sample, False of what each part gets completely. For a tuple, a tuple:
+                ``(True, False)``. True alone says that the batch is a list of samples.
             before_step: a function, called between backward and the optimizers' steps, with
                 gradients unscaled: the place for ``clip_grad_norm_``.
             metric: takes the mean loss, and returns what a ReduceLROnPlateau steps with: ``float``.
@@ -123,9 +130,10 @@ class Transaction:
             The mean loss of the batch, detached, a tensor of one number.
 
         Raises:
-            TypeError: the batch can't be split (the message names what), ``loss_of`` does not
-                return one number or calls ``backward()`` itself, ``before_step`` is not a
-                function, or a scheduler is a ReduceLROnPlateau and ``metric`` is missing.
+            TypeError: the batch can't be split, or can be split in two ways (the message names
+                what, and ``loss_of`` was not called), ``loss_of`` does not return one number or
+                calls ``backward()`` itself, ``before_step`` is not a function, or a scheduler is a
+                ReduceLROnPlateau and ``metric`` is missing.
             ValueError: ``retry`` is another, ``parts`` is below 1, or a model is a
                 DistributedDataParallel and the transaction has no ``group=``.
             PeerFailedError: another rank failed; with ``group=``.
@@ -134,7 +142,7 @@ class Transaction:
             raise TypeError(f"run: loss_of is {type(loss_of).__name__}: write run(loss_of, batch)")
         return run(
             self, self._guarded, loss_of, batch,
-            retry=retry, parts=parts, before_step=before_step, metric=metric,
+            retry=retry, parts=parts, split=split, before_step=before_step, metric=metric,
         )  # fmt: skip
 
     @property

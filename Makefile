@@ -8,6 +8,11 @@ PYTEST_OPTIONS ?=
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Many tests begin a process that imports torch: its modules are compiled to bytecode once.
 unexport PYTHONDONTWRITEBYTECODE
+# The simulated device has to be there before torch is imported, so it has processes of its own.
+ON_DEVICE := PYTHONPATH=tests/device/startup
+# The tests marked cuda that need neither inductor's code for a GPU nor processes of their own.
+MARKED := tests/rollback/test_cuda.py tests/transactions/test_transaction_cuda.py \
+	tests/assignment/test_assign.py
 # Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
 DOCTOR_OPTIONS ?=
 # How long `make gpu` may take, and where its results go.
@@ -18,10 +23,10 @@ OUT ?= gpu-results
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo doctor test test-all test-slow lint types docs dist gpu format matrix clean
+.PHONY: help demo doctor test test-all test-slow test-device lint types docs dist gpu format matrix clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/test.stamp ## show six failures, in PyTorch and with torchguard
 	$(BIN)/python -m torchguard demo
@@ -32,11 +37,14 @@ doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guard
 test: $(VENV)/test.stamp ## run the tests, each promise once: three minutes
 	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
-test-all: $(VENV)/test.stamp ## run everything: sweeps, models, ranks, pages, the doctor
+test-all: $(VENV)/test.stamp test-device ## run everything: sweeps, models, ranks, pages, the doctor
 	$(PYTEST) $(PYTEST_OPTIONS)
 
 test-slow: $(VENV)/test.stamp ## run what test-all has and test has not
 	$(PYTEST) -m slow $(PYTEST_OPTIONS)
+
+test-device: $(VENV)/test.stamp ## run what needs a GPU on a simulated device, which is compiled once
+	FAKE_DEVICE=cuda $(ON_DEVICE) $(PYTEST) -m "cuda and not slow" tests/device $(MARKED) $(PYTEST_OPTIONS)
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .

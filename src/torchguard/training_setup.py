@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -181,11 +180,12 @@ def _watch(parameter: Tensor, added_to: list[bool]) -> Any:
     backward in a GAN, so each time counts.
     """
     assert parameter.grad is not None
-    spent, reference = parameter.grad.clone(), weakref.ref(parameter)
+    spent = parameter.grad.clone()
 
     def note(_: object) -> None:
         with contextlib.suppress(Exception):
-            now = getattr(reference(), "grad", None)
+            # Not by a weak reference: with one, torch.utils.swap_tensors (model.half()) refuses.
+            now = parameter.grad
             # At first it has to be the very one: some programs make gradients by hand.
             there = torch.any if added_to else functools.partial(torch.equal, spent)
             added_to.append(now is not None and bool(call_unseen(there, now)))

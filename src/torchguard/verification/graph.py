@@ -42,6 +42,10 @@ def copy_graph(graph: fx.GraphModule) -> fx.GraphModule:
     for name, value in vars(graph).items():
         vars(copied).setdefault(name, value)
     for old, new in zip(graph.graph.nodes, copied.graph.nodes, strict=True):
+        # Dynamo takes it from the nodes that it made, at the end of the compilation: a weak
+        # reference to a parameter, which forbids torch.utils.swap_tensors (model.half()).
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/output_graph.py#L3470
+        new.meta.pop("grapharg", None)
         for name, value in getattr(old, "__dict__", {}).items():
             if not hasattr(new, name):
                 setattr(new, name, value)  # where a placeholder comes from

@@ -380,6 +380,20 @@ def _manifest_part(new: Path, *, fsync: bool, group: Any) -> list[tuple[str, dic
     return found
 
 
+def seal(folder: Path) -> None:
+    """Flush a folder that other code has filled, and list size and sha256 of each file in it."""
+    _sync_all(folder)
+    files = {
+        file.relative_to(folder).as_posix(): {
+            "size": file.stat().st_size,
+            "sha256": sha256_of(file),
+        }
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name != MARK
+    }
+    write_text(folder / MARK, _mark(folder, folder, files), fsync=True)
+
+
 def sha256_of(path: Path) -> str:
     """Return the hash of a file."""
     digest = hashlib.sha256()

@@ -79,7 +79,7 @@ def run(
                 again = ranks.run_again(error)
             if not again:
                 raise
-            _clear_frames(error)
+            clear_frames(error)
         else:
             if halved and size != step.part_size:
                 step.part_size = size  # the batches after it begin with it, and do not warn
@@ -92,7 +92,7 @@ def run(
             return loss
         # Outside of the except clause: until there the exception holds the frames of the failed
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
-        _empty_caches()
+        empty_caches()
         size, halved = (size + 1) // 2, True
         record("batch_halved", "transaction", f"memory ran out; the next parts have {size} samples")
 
@@ -217,13 +217,14 @@ def _check(
         )
 
 
-def _clear_frames(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Free the local variables of the frames that an exception and its causes hold."""
     for each in with_causes(error):
         traceback.clear_frames(each.__traceback__)  # leaves alone those that still run
 
 
-def _empty_caches() -> None:
+def empty_caches() -> None:
+    """Give back memory that only garbage and the allocators hold."""
     gc.collect()  # graphs whose nodes hold each other, such as a Function that keeps its output
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

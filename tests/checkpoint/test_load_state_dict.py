@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 import signal
 import warnings
@@ -438,3 +439,163 @@ def test_names_that_differ_in_what_compile_puts_before_them(part: str) -> None:
         compiled._orig_mod if part == "whole" else compiled[0]._orig_mod,  # type: ignore[arg-type]
         plain.state_dict() if part == "whole" else plain[0].state_dict(),
     )
+
+
+# ---- what assign=True leaves in the caller's state ----
+
+
+def by_install(model: nn.Module, state: Any, **options: Any) -> None:
+    with torchguard.install("load"):
+        model.load_state_dict(state, **options)
+
+
+def by_transaction(model: nn.Module, state: Any, **options: Any) -> None:
+    if options:
+        model.load_state_dict(state, **options)  # PyTorch's, which leaves its mark
+        return
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step: Any = torchguard.transaction(model, optimizer)
+    step.load_state_dict({**step.state_dict(), "models": {"0": state}})
+
+
+def saved_and_loaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("then", [lambda s: s, copy.copy, copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("load", [torchguard.load_state_dict, by_install, by_transaction])
+@pytest.mark.parametrize("make", [make_model, lambda: nn.LSTM(2, 2), lambda: nn.Linear(2, 2)])
+def test_a_load_by_assignment_does_not_decide_the_next_one(
+    make: Callable[[], nn.Module], load: Any, then: Callable[[Any], Any]
+) -> None:
+    state: Any = make().state_dict()
+    marks = copy.deepcopy(state._metadata)
+    load(make(), state, assign=True)
+    assert load is by_transaction or state._metadata == marks
+    model = make()
+    held = list(model.parameters())
+    load(model, then(state))
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert bits(model.state_dict()) == bits(state)
+
+
+def test_a_mark_that_pytorch_left_is_not_followed() -> None:
+    state = make_model().state_dict()
+    make_model().load_state_dict(state, assign=True)
+    state["0.weight"] = torch.ones(9, 9)  # a load that fails, too
+    model = make_model()
+    before = contents(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        torchguard.load_state_dict(model, state)
+    assert contents(model) == before
+
+
+# ---- states whose names are others ----
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def linear_state() -> dict[str, Any]:
+    return dict(nn.Linear(2, 2).state_dict())
+
+
+def with_prefix(prefix: str) -> dict[str, Any]:
+    return {prefix + name: value for name, value in linear_state().items()}
+
+
+def state_of_a_step() -> Any:
+    model = nn.Linear(2, 2)
+    return torchguard.transaction(model, torch.optim.SGD(model.parameters())).state_dict()  # type: ignore[attr-defined]
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
+    "of DDP": (lambda: nn.Linear(2, 2), lambda: with_prefix("module."), "'module.') removes it"),
+    "of a part": (
+        lambda: nn.Linear(2, 2),
+        lambda: with_prefix("net.head."),
+        "'net.head.') removes it",
+    ),
+    "of the module inside": (Wrapped, linear_state, "load into model.module"),
+    "compiled": (
+        lambda: nn.Linear(2, 2),
+        lambda: with_prefix("_orig_mod."),
+        "model._orig_mod.state_dict()",
+    ),
+    "a checkpoint": (
+        lambda: nn.Linear(2, 2),
+        lambda: {"epoch": 3, "model": linear_state()},
+        "load state['model']",
+    ),
+    "of a transaction": (
+        lambda: nn.Linear(2, 2),
+        state_of_a_step,
+        re.escape("load state['models']['0']"),
+    ),
+    "of an optimizer": (
+        lambda: nn.Linear(2, 2),
+        lambda: torch.optim.SGD(nn.Linear(2, 2).parameters()).state_dict(),
+        "load it into the optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("load", [torchguard.load_state_dict, by_install])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_names_say_what_to_type(name: str, load: Any) -> None:
+    make, state, text = OTHERS[name]
+    text = text if "\\" in text else re.escape(text)
+    with pytest.raises(RuntimeError, match=text):
+        load(make(), state())
+    with pytest.warns(UserWarning, match=text) as said:
+        load(make(), state(), strict=False)
+    assert [each.filename for each in said] == [__file__]
+
+
+def test_what_loads_something_or_has_nothing_to_load_is_not_warned_of() -> None:
+    renamed = nn.Linear(2, 2)
+    renamed.register_load_state_dict_pre_hook(
+        lambda m, state, *_: state.update(weight=state.pop("w"))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model, state in (
+            (nn.Linear(2, 2), {"weight": torch.ones(2, 2), "other": torch.ones(1)}),
+            (nn.Linear(2, 2), {}),
+            (nn.ReLU(), {"weight": torch.ones(1)}),
+            (renamed, {"w": torch.ones(2, 2)}),
+        ):
+            torchguard.load_state_dict(model, state, strict=False)
+    assert renamed.weight.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (linear_state(), "that of a model, with weight, bias: load it into the model"),
+        (
+            {"model": {}, "optimizer": {"param_groups": [], "state": {}}},
+            "load state['optimizer']",
+        ),
+        ({}, "got a dict with nothing"),
+        ("model.pt", "torchguard.load(path)"),
+    ],
+)
+def test_what_is_no_state_of_an_optimizer(state: Any, text: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    for load in (torchguard.load_state_dict, lambda _, given: by_install(optimizer, given)):
+        with pytest.raises((KeyError, AttributeError)) as error:
+            load(optimizer, state)
+        assert text in error.value.args[0]
+
+
+def test_a_path_is_no_state() -> None:
+    for load in (torchguard.load_state_dict, by_install):
+        with pytest.raises(TypeError, match=r"'model\.pt', expected what state_dict"):
+            load(nn.Linear(2, 2), "model.pt")

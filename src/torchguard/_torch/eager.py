@@ -8,7 +8,8 @@ import inspect
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -432,6 +433,29 @@ def tensors_loaded_by_copies(module: torch.nn.Module) -> list[tuple[str, torch.T
         children = each._modules.items()
         waiting += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
     return None if torch.__future__.get_swap_module_params_on_conversion() else found
+
+
+def without_assign_marks(state: Mapping[str, Any], *, assign: bool) -> Mapping[str, Any]:
+    """Return a state that says nothing of ``assign=``, and into which torch may write it.
+
+    ``load_state_dict(assign=True)`` leaves "assign_to_params_buffers" in the ``_metadata`` of the
+    caller's state, and torch reads it in each later load of that state, of a copy or a file of it.
+    https://github.com/pytorch/pytorch/issues/188166
+    """
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return state
+    if not assign and not any(_ASSIGN_MARK in entry for entry in metadata.values()):
+        return state
+    copied = OrderedDict(state)  # as torch does
+    copied._metadata = {  # type: ignore[attr-defined]
+        name: {key: value for key, value in entry.items() if key != _ASSIGN_MARK}
+        for name, entry in metadata.items()
+    }
+    return copied
+
+
+_ASSIGN_MARK = "assign_to_params_buffers"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from torchguard._public import public
-from torchguard._torch import patch, tensors_loaded_by_copies
+from torchguard._torch import patch, tensors_loaded_by_copies, without_assign_marks
+from torchguard.checkpoint.names import hint_for, warn_if_none_fits
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.equivalence.operands import are_apart
 from torchguard.errors import DamagedFileError
@@ -33,7 +34,6 @@ _SHOWN = 80  # characters of a text
 _MARKED_AS_FOLDER = 0x10
 _CHUNK = 1 << 20
 _NAMES = 10  # of the files in a folder, for an error
-_COMPILED = "_orig_mod."  # stands before the names of what torch.compile has wrapped
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _LAZY = torch.nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -203,7 +203,8 @@ def load_state_dict(
     Equals ``target.load_state_dict(state, strict=strict, assign=assign)`` on success (without
     ``strict`` and ``assign`` for an optimizer), what it returns included. On failure the
     exception is PyTorch's, and every parameter, buffer, moment and group is unchanged. Tied
-    parameters stay one parameter, with ``assign=True`` too. Ctrl-C waits. If the load could fail
+    parameters stay one parameter, with ``assign=True`` too, which leaves no mark in ``state``.
+    Ctrl-C waits. If the load could fail
     (names or shapes that do not fit, hooks, a loader of its own), a copy of the module's tensors is
     kept while it loads. A module with lazy parameters is loaded by PyTorch alone.
 
@@ -214,7 +215,8 @@ def load_state_dict(
     Args:
         target: a module or an optimizer.
         state: what ``state_dict()`` returned.
-        strict: as for a module's ``load_state_dict``.
+        strict: as for a module's ``load_state_dict``. With False, a warning says if no name of the
+            state fits, and what to type.
         assign: as for a module's ``load_state_dict``.
 
     Raises:
@@ -241,10 +243,13 @@ def load_state_dict(
     if isinstance(target, torch.nn.Module):
         return _load_module(target.load_state_dict, target, state, strict, assign)
     if isinstance(target, torch.optim.Optimizer):
-        return load_optimizer(lambda given: target.load_state_dict(dict(given)), target, state)
+        load = target.load_state_dict  # which calls copy()
+        return load_optimizer(
+            lambda given: load(dict(given) if isinstance(given, Mapping) else given), target, state
+        )
     raise TypeError(
         f"load_state_dict: target is of type {type(target).__name__}, expected a torch.nn.Module "
-        "or a torch.optim.Optimizer"
+        "or a torch.optim.Optimizer, and after it the state"
     )
 
 
@@ -279,31 +284,25 @@ def _load_module(
     strict: bool,
     assign: bool,
 ) -> Any:
-    call = functools.partial(load, state, strict=strict, assign=assign)
     if not isinstance(state, Mapping):
-        return call()  # which says so
+        try:
+            return load(state, strict=strict, assign=assign)
+        except TypeError as error:
+            text = f"load_state_dict: state is {state!r:.80}, expected what state_dict() returned; "
+            error.args = (f"{text}a file is loaded first: torchguard.load(path)",)
+            raise
+    state = without_assign_marks(state, assign=assign)
+    call = functools.partial(load, state, strict=strict, assign=assign)
     try:
-        return _load_whole(call, module, state, strict, assign)
+        result = _load_whole(call, module, state, strict, assign)
     except RuntimeError as error:
-        hint = _of_compiled(module, state)
+        hint = hint_for(module, state)
         if hint and len(error.args) == 1:
             error.args = (f"{error.args[0]}\n\t{hint}",)
         raise
-
-
-def _of_compiled(module: torch.nn.Module, state: Mapping[str, Any]) -> str | None:
-    """Say what to type if the names differ only in what ``torch.compile`` puts before them."""
-    try:
-        own, given = set(module.state_dict()), set(map(str, state))
-    except Exception:  # noqa: BLE001  a hook of the module; the first error is raised
-        return None
-    bare, loaded = ({name.replace(_COMPILED, "") for name in names} for names in (own, given))
-    if own == given or bare != loaded:
-        return None
-    return (
-        "The names differ in _orig_mod., which torch.compile puts before them: load into "
-        "model._orig_mod if the module is compiled, or save model._orig_mod.state_dict()"
-    )
+    if not strict:
+        warn_if_none_fits(module, state, result)
+    return result
 
 
 def _load_whole(

@@ -40,10 +40,28 @@ def load_optimizer(
         if as_saved:
             _keep_dtypes(optimizer, state)
         return result  # noqa: TRY300  what raises above is undone
-    except BaseException:
+    except BaseException as error:
         # torch makes new dicts; a hook may have written to the old ones.
         roll_back(saved.restore)
+        is_mapping = isinstance(state, Mapping)
+        if isinstance(error, Exception) and (not is_mapping or error.args == ("param_groups",)):
+            error.args = (_not_of_an_optimizer(optimizer, state),)
         raise
+
+
+def _not_of_an_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> str:
+    """Say what a state is, if it is not what ``optimizer.state_dict()`` returned."""
+    kind = type(optimizer).__name__
+    text = f"load_state_dict: expected the state of {kind}, with state and param_groups, got "
+    if not isinstance(state, Mapping):
+        return f"{text}{state!r:.80}; a file is loaded first: torchguard.load(path)"
+    for key, value in state.items():
+        if isinstance(value, Mapping) and "param_groups" in value:
+            return f"{text}a checkpoint of several states: load state[{key!r}]"
+    names = _listed(list(map(str, state)))
+    if any(isinstance(value, torch.Tensor) for value in state.values()):
+        return f"{text}that of a model, with {names}: load it into the model"
+    return f"{text}a dict with {names}"
 
 
 def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchguard._torch import without_assign_marks
 from torchguard.state.optimizer_state import load_optimizer
 from torchguard.state.process import named_generators, roll_back
 from torchguard.transactions.block import Guarded
@@ -91,7 +92,8 @@ def _load(item: Any, state: Any) -> None:
     elif isinstance(item, Optimizer):
         load_optimizer(item.load_state_dict, item, state)
     else:
-        item.load_state_dict(state)
+        is_module = isinstance(item, torch.nn.Module)
+        item.load_state_dict(without_assign_marks(state, assign=False) if is_module else state)
 
 
 # --- random generators -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchguard.defects.probes import memory_defect
+from torchguard.defects.probes import issues, memory_defect
 
 
 class _Tied(nn.Module):
@@ -44,6 +44,27 @@ def tied_assign() -> str | None:
         name for name, model in models.items() if model.output.weight is not model.embedding.weight
     ]
     return f"a tied weight is two parameters after {' and '.join(untied)}" if untied else None
+
+
+@memory_defect(
+    "load_state_dict(assign=True) marks the caller's state: its next load replaces parameters too",
+    upstream=issues(188166),
+    guards=("load",),
+    advice="Load a new dict each time, model.load_state_dict(dict(state)): it has no _metadata.",
+)
+def load_assign_marks() -> str | None:
+    """Load a state by assignment, then the same state into a model that an optimizer trains.
+
+    The mark is in the state's ``_metadata``, so a copy and a file of it have it as well.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py#L2587
+    """
+    state = nn.Linear(2, 1).state_dict()
+    nn.Linear(2, 1).load_state_dict(state, assign=True)
+    student = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    student.load_state_dict(state)
+    trained = optimizer.param_groups[0]["params"][0]
+    return None if trained is student.weight else "the optimizer trains parameters of no model"
 
 
 @memory_defect(

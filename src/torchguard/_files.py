@@ -70,16 +70,16 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
     stem = os.path.basename(path).rpartition(".")[0] or os.path.basename(path)
     if len(os.fsencode(stem)) > _LONGEST_STEM:
         stem = "checkpoint"
-    try:
-        remove_abandoned(folder, stem)
-        temporary, lock = _new_file(folder, stem, 0o666 if old is None else old.st_mode & 0o777)
-    except OSError as error:
-        raise SaveError(
-            f"{path} can't be replaced in one step, because its folder takes no new file: {error}; "
-            "choose a folder that this process may write to"
-        ) from error
-    _open.add(temporary)
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            remove_abandoned(folder, stem)
+            new_file = _new_file(folder, stem, 0o666 if old is None else old.st_mode & 0o777)
+            temporary = stack.enter_context(new_file)
+        except OSError as error:
+            raise SaveError(
+                f"{path} can't be replaced in one step, because its folder takes no new file: "
+                f"{error}; choose a folder that this process may write to"
+            ) from error
         write(temporary)
         # Opened and locked again: the writer may have put another file there.
         with opened(temporary, os.O_RDWR) as descriptor:
@@ -92,13 +92,6 @@ def replace_file(path: str, write: Callable[[str], object], *, fsync: bool = Tru
             os.replace(temporary, target)
         except PermissionError as error:  # another user's file in a folder with the sticky bit
             raise SaveError(f"{path} can't be replaced: {error}; choose another path") from error
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    finally:
-        _open.discard(temporary)
-        os.close(lock)
     if fsync:
         sync(folder)
 
@@ -185,15 +178,31 @@ def locked(folder: str) -> Iterator[None]:
         yield
 
 
-def _new_file(folder: str, stem: str, mode: int) -> tuple[str, int]:
-    """Make an empty file that did not exist, and return it with the descriptor of its lock."""
-    while True:
-        path = os.path.join(folder, temporary_name(stem))
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-        # Between these two lines another process may take it for an abandoned one.
-        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
-            return path, descriptor
-        os.close(descriptor)
+@contextlib.contextmanager
+def _new_file(folder: str, stem: str, mode: int) -> Iterator[str]:
+    """Make an empty file that did not exist, locked until the block ends; remove it if that raises.
+
+    A generator ends by its ``finally``, also if Ctrl-C comes before the block is entered.
+    """
+    is_locked = False
+    while not is_locked:
+        path, descriptor = os.path.join(folder, temporary_name(stem)), -1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+            # Between these two lines another process may take it for an abandoned one.
+            is_locked = try_lock(descriptor) and bool(os.fstat(descriptor).st_nlink)
+            if is_locked:
+                _open.add(path)
+                yield path
+        except BaseException as error:
+            if descriptor >= 0 or not isinstance(error, FileExistsError):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise
+        finally:
+            _open.discard(path)
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def _set_owner_and_mode(descriptor: int, old: os.stat_result) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 __version__ = "0.1.0"
 """The one place that says which version this is."""
@@ -20,3 +22,32 @@ def public(named: _Object) -> _Object:
             if getattr(function, "__module__", None) == home:
                 function.__module__ = "torchguard"
     return named
+
+
+def called(example: str) -> Callable[[_Object], _Object]:
+    """Let a function say that it is called, to whom writes ``with torchguard.install:``."""
+
+    def of(function: _Object) -> _Object:
+        return cast("_Object", _Called(function, example))
+
+    return of
+
+
+class _Called:
+    """A function, as itself but for ``with``, which asks for methods that functions lack."""
+
+    def __init__(self, function: Any, example: str) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._example = function, example
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function(*args, **options)
+
+    def __enter__(self) -> NoReturn:
+        name = self._function.__name__
+        raise TypeError(f"{name}: expected a call, `with torchguard.{name}({self._example}):`")
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __reduce__(self) -> str:
+        return str(self._function.__qualname__)

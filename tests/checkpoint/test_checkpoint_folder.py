@@ -21,13 +21,14 @@ import torch
 import torchguard
 from support.child_process import run_command
 from support.writers import kill_after, left, names, repeat, start, status
+from torchguard import _files
 from torchguard._files import temporary_name
 from torchguard.checkpoint import folder as folder_module
 from torchguard.checkpoint.folder import MARK
 from torchguard.errors import TorchGuardWarning
 
 
-def save(path: Path, step: int, keep: int = 1) -> None:
+def save(path: Path, step: int, keep: int | None = 1) -> None:
     with torchguard.checkpoint_folder(path, keep=keep) as new:
         torch.save(step, new / "a.pt")
 
@@ -330,3 +331,127 @@ def test_a_pipe_and_a_broken_link_are_kept(tmp_path: Path) -> None:
         os.mkfifo(new / "pipe")
         (new / "link").symlink_to("nothing")
     assert {each.name for each in (tmp_path / "run").iterdir()} == {MARK, "link", "pipe", "state"}
+
+
+# ---- what is asked for and can't be had ----
+
+
+def test_a_block_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+    """It would wait for the lock that the outer block holds. Below that folder, there is none."""
+    (tmp_path / "way").symlink_to(tmp_path, target_is_directory=True)
+    with torchguard.checkpoint_folder(tmp_path / "run") as new:
+        for place in (new, tmp_path / "way" / new.name):
+            with (
+                pytest.raises(torchguard.errors.SaveError, match="inside of the folder"),
+                torchguard.checkpoint_folder(place / "inner"),
+            ):
+                pytest.fail("the block was entered")
+        (new / "parts").mkdir()
+        save(new / "parts" / "inner", 1)
+        save(tmp_path / "other", 2)
+        save(tmp_path / "run", 3)
+        torch.save(4, new / "a.pt")
+    assert torch.load(tmp_path / "run" / "parts" / "inner" / "a.pt") == 1
+    assert torch.load(tmp_path / "other" / "a.pt") == 2
+    assert torch.load(tmp_path / "run" / "a.pt") == 4
+    save(tmp_path / "run" / "inner", 5)  # it is written, so its lock is free
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["step-{}", "epoch_{:03}", "{}", "e={}-loss=0.{}.ckpt", "run.{}"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_keep_that_counts_nothing_is_said(tmp_path: Path, name: str, keep: int) -> None:
+    for number in range(keep):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            save(tmp_path / name.format(number, number), number, keep=keep)
+    with pytest.warns(UserWarning, match=rf"keep={keep} .* {keep} with other numbers") as said:
+        save(tmp_path / name.format(77, 77), 0, keep=keep)
+    assert said[0].filename == __file__
+
+
+def test_a_path_with_a_number_that_is_saved_to_again_is_not_warned_of(tmp_path: Path) -> None:
+    """Folds of a cross-validation, one after the other; and steps without ``keep=``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fold in range(5):
+            for step in range(3):
+                save(tmp_path / f"fold-{fold}", step, keep=2)
+            with torchguard.checkpoint_folder(tmp_path / f"step-{fold}") as new:
+                torch.save(1, new / "a.pt")
+    assert len(names(tmp_path)) == 5 * 3 + 5 * 2
+
+
+@pytest.mark.parametrize("keep", [0, -1, "3", 2.0, None])
+def test_what_keep_may_be(tmp_path: Path, keep: Any) -> None:
+    if keep is None:
+        save(tmp_path / "run", 0, keep=keep)
+        save(tmp_path / "run", 1, keep=keep)
+        assert names(tmp_path) == ["run", "run.2"]
+        return
+    with pytest.raises(ValueError, match=f"keep is {keep!r}, expected an integer of 1 or more"):
+        save(tmp_path / "run", 0, keep=keep)
+
+
+def test_a_folder_without_with_says_what_to_type(tmp_path: Path) -> None:
+    new: Any = torchguard.checkpoint_folder(tmp_path / "run")
+    for use in (
+        lambda: new / "a.pt",
+        lambda: Path(new),
+        lambda: torch.save(1, new),
+        lambda: new(save),
+    ):
+        with pytest.raises(TypeError, match=r"with torchguard.checkpoint_folder\(path\) as new"):
+            use()
+    with pytest.raises(TypeError, match=r"with torchguard.checkpoint_folder\(path\):"):
+        exec("with torchguard.checkpoint_folder: pass")  # noqa: S102 - a statement that raises
+    assert names(tmp_path) == []
+
+
+def _file(folder: Path, value: int) -> None:
+    torchguard.save(value, folder / "a.pt")
+
+
+def _folder(folder: Path, value: int) -> None:
+    save(folder / "run", value)
+
+
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="descriptors are not listed")
+@pytest.mark.parametrize("write", [_file, _folder])
+@pytest.mark.parametrize("error", [OSError(5, "injected"), KeyboardInterrupt()])
+def test_an_error_in_any_system_call_leaves_no_file_and_no_descriptor(
+    tmp_path: Path, write: Callable[[Path, int], None], error: BaseException
+) -> None:
+    """In each of those that our files make, but for ``close``."""
+    ours = (_files.__file__, folder_module.__file__)
+    write(tmp_path, 0)
+    before, failed, waiting = len(list(DESCRIPTORS.iterdir())), 0, 0
+
+    def fail(frame: Any, event: str, called: Any) -> None:
+        nonlocal waiting
+        is_system_call = getattr(called, "__module__", "") in {"posix", "fcntl"}
+        if event == "c_call" and is_system_call and frame.f_code.co_filename in ours:
+            waiting -= called is not os.close
+            if waiting == -1:
+                raise error
+
+    for number in range(1000):
+        waiting = number
+        sys.setprofile(fail)
+        try:
+            write(tmp_path, 1)
+        except (OSError, KeyboardInterrupt, torchguard.errors.SaveError):
+            failed += 1
+        finally:
+            sys.setprofile(None)
+        assert len(list(DESCRIPTORS.iterdir())) == before, number
+        # What was written stays, if the folder before it is only half removed.
+        assert left(tmp_path) == [] or torch.load(tmp_path / "run" / "a.pt") == 1, number
+        write(tmp_path, 0)
+        assert left(tmp_path) == []
+        if waiting >= 0:
+            break
+    assert failed > 5

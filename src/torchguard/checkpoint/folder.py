@@ -9,15 +9,16 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from string import digits
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from torchguard._events import warn_user
 from torchguard._files import (
     is_temporary_name,
     locked,
@@ -28,19 +29,19 @@ from torchguard._files import (
     try_lock,
     write_text,
 )
-from torchguard._public import public
-from torchguard.errors import SaveError, TorchGuardWarning
+from torchguard._public import called, public
+from torchguard.errors import SaveError
 from torchguard.state.process import refuse_inside_step
 
 MARK = ".torchguard-checkpoint.json"
 """In each folder that is made here; one without it is never removed, counted or replaced."""
 
 
+@called("path")
 @public
-@contextlib.contextmanager
 def checkpoint_folder(
-    path: str | os.PathLike[str], *, keep: int = 1, fsync: bool = True, group: Any = None
-) -> Iterator[Path]:
+    path: str | os.PathLike[str], *, keep: int | None = None, fsync: bool = True, group: Any = None
+) -> contextlib.AbstractContextManager[Path]:
     """Write several files into a new folder and show all of them at ``path`` in one step.
 
     ``path`` is a symbolic link to the newest folder: ``checkpoint -> checkpoint.7``. When the block
@@ -53,7 +54,9 @@ def checkpoint_folder(
 
     Args:
         path: of the link; its folder has to exist.
-        keep: how many of the newest folders stay, the new one included.
+        keep: how many of the newest folders stay, the new one included; by default 1. It counts the
+            folders to which ``path`` has led: with another path for each save, such as ``step-10``
+            and ``step-20``, all stay, and a warning says so.
         fsync: wait until everything is on the disk, at the end of the block.
         group: a process group, True for the default one. All its ranks enter and get the same
             folder, on a file system that all of them see: ``dcp.save(state, checkpoint_id=new)``.
@@ -66,10 +69,11 @@ def checkpoint_folder(
 
     Raises:
         SaveError: at ``path`` is something that :func:`checkpoint_folder` has not made; or the
-            block wrote no file, or ended before ``dcp.async_save`` did; or this thread is inside of
-            a block of :func:`transaction`. With ``group``: another rank has raised or does not see
-            the folder, or ``path`` is such a folder (``step-10``) already.
-        ValueError: ``keep`` is below 1.
+            block wrote no file, or ended before ``dcp.async_save`` did; or ``path`` is in the
+            folder of another block; or this thread is inside of a block of :func:`transaction`.
+            With ``group``: another rank has raised or does not see the folder, or ``path`` is such
+            a folder (``step-10``) already.
+        ValueError: ``keep`` is not an integer from 1 on.
 
     Cost:
         The free space of one more checkpoint. With ``group``, one rank reads each file once for its
@@ -84,9 +88,37 @@ def checkpoint_folder(
         >>> torch.load(path / "trainer.pt")
         {'step': 1}
     """
+    return _Block(_block(path, keep, fsync=fsync, group=group))
+
+
+class _Block(contextlib.AbstractContextManager[Path]):
+    """What :func:`checkpoint_folder` returns, which is not yet the folder."""
+
+    def __init__(self, block: contextlib.AbstractContextManager[Path]) -> None:
+        self._block = block
+
+    def __enter__(self) -> Path:
+        return self._block.__enter__()
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._block.__exit__(*error)  # type: ignore[arg-type]
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "checkpoint_folder: expected a block, `with torchguard.checkpoint_folder(path) as "
+            'new:`, which writes into the folder new, as in torch.save(state, new / "model.pt")'
+        )
+
+    __truediv__ = __fspath__ = __call__ = _refuse
+
+
+@contextlib.contextmanager
+def _block(
+    path: str | os.PathLike[str], keep: int | None, *, fsync: bool, group: Any
+) -> Iterator[Path]:
     refuse_inside_step("checkpoint_folder")
-    if keep < 1:
-        raise ValueError(f"checkpoint_folder: keep is {keep}, expected 1 or more")
+    if keep is not None and not (isinstance(keep, Integral) and keep >= 1):
+        raise ValueError(f"checkpoint_folder: keep is {keep!r}, expected an integer of 1 or more")
     link = Path(os.path.abspath(path))
     group = dist.group.WORLD if group is True else group
     rank = 0 if group is None else dist.get_rank(group)
@@ -97,8 +129,10 @@ def checkpoint_folder(
     try:
         with _on_all_ranks(group, link):
             if not rank:
+                _refuse_inside(link)
                 _refuse_foreign(link)
                 _warn_after_crash(link, _remove_abandoned_folders(link))
+                _warn_of_other_names(link, keep)
                 new, lock = _new_folder(link)
         new = link.with_name(gathered(new, group)[0].name)
         with _on_all_ranks(group, link):
@@ -112,7 +146,7 @@ def checkpoint_folder(
         files = None if group is None else dict(chain(*gathered(part, group)))
         with _on_all_ranks(group, link):
             if not rank:
-                _commit(new, link, keep=keep, fsync=fsync, files=files)
+                _commit(new, link, keep=int(keep or 1), fsync=fsync, files=files)
     except BaseException as error:
         if not rank and new is not None:
             shutil.rmtree(new, ignore_errors=True)
@@ -131,6 +165,39 @@ def _explain(error: BaseException, link: Path) -> None:
             f"checkpoint_folder: {link} is not there before the block ends. Write into the folder "
             'that is yielded: torch.save(state, new / "model.pt")'
         )
+
+
+def _refuse_inside(link: Path) -> None:
+    """Raise if the folder of ``link`` is that of another block, which holds its lock to the end."""
+    if is_temporary_name(link.parent.resolve().name) and (link.parent / MARK).exists():
+        raise SaveError(
+            f"checkpoint_folder: {link} is inside of the folder that another block of "
+            "checkpoint_folder writes, and appears with it: write into that folder, as in "
+            f'torch.save(state, new / "{link.name}.pt"), without a second block'
+        )
+
+
+def _warn_of_other_names(link: Path, keep: int | None) -> None:
+    """Say that ``keep`` does not count checkpoints that have a number in their own path."""
+    if keep is None or os.path.lexists(link):
+        return
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(link.name))
+    others = [n for n in os.listdir(link.parent) if re.fullmatch(pattern, n) and n != link.name]
+    once = [name for name in others if _is_written_once(link.with_name(name))]
+    if len(once) >= keep:
+        name = link.with_name(re.sub(r"\d+", "", link.name).strip("-_.=") or "checkpoint")
+        warn_user(
+            f"checkpoint_folder: keep={keep} counts the folders of one path, and {len(once)} with "
+            f"other numbers than {link.name} stay, such as {min(once)}. Save to one path, as in "
+            f"checkpoint_folder({str(name)!r}, keep={keep}): it leads to the newest"
+        )
+
+
+def _is_written_once(link: Path) -> bool:
+    """Whether a checkpoint with this path was saved, and saved one time."""
+    if link.is_symlink():
+        return len(numbers(link)) == 1
+    return marked(link).get("for") == link.name and is_ours(link)
 
 
 def _refuse_foreign(link: Path) -> None:
@@ -167,14 +234,20 @@ def _new_folder(link: Path) -> tuple[Path, int]:
     while True:
         folder = link.with_name(temporary_name())
         folder.mkdir()
-        # Until it is locked, another process may take it for an abandoned one and remove it.
+        lock = -1
         try:
+            # Until it is locked, another process may take it for an abandoned one and remove it.
             lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        if try_lock(lock) and folder.exists():
-            (folder / MARK).write_text(_mark(link, folder), encoding="utf-8")
-            return folder, lock
+            if try_lock(lock) and folder.exists():
+                (folder / MARK).write_text(_mark(link, folder), encoding="utf-8")
+                return folder, lock
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if lock >= 0:
+                os.close(lock)
+            if isinstance(error, FileNotFoundError):
+                continue
+            raise
         os.close(lock)
 
 
@@ -318,11 +391,9 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
         return
     whole = ", ".join(f"{link.name}.{number}" for number in numbers(link)) or "none"
     leads = f"{link} leads to {os.readlink(link)}" if link.is_symlink() else "there is no link"
-    warnings.warn(
+    warn_user(
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
-        TorchGuardWarning,
-        stacklevel=4,  # behind checkpoint_folder and contextlib's __enter__
     )
 
 

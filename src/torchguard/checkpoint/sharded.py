@@ -317,7 +317,7 @@ def guard_dcp_save(original: Callable[..., Any]) -> Callable[..., Any]:
         link = os.path.abspath(path)
         _require_our_link(path)
         # As many stay as there are, of which dcp.save() would have written over one.
-        kept = max(len(numbers(Path(link))), 1)
+        kept = len(numbers(Path(link))) or None
         with checkpoint_folder(link, keep=kept, group=_group_of(options)) as new:
             writer = copy.copy(options.get("storage_writer"))
             return original(

@@ -7,7 +7,7 @@ import difflib
 import sys
 
 from torchguard._public import __version__
-from torchguard.cli import DOCUMENTATION, demo, doctor, plan, run, verify
+from torchguard.cli import DOCUMENTATION, demo, doctor, plan, run, status_of, verify
 
 # None of them imports torch before it runs: `--help` has to be quick.
 _COMMANDS = {
@@ -53,8 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not hasattr(options, "command"):  # nothing was asked for
         parser.print_help()
         return 0
-    status: int = options.command(options)
-    return status
+    if wanted == "run":
+        status: int = options.command(options)  # status and errors are the program's
+        return status
+    return status_of(options.command, options)
 
 
 if __name__ == "__main__":

@@ -70,3 +70,38 @@ def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFix
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is full")
+@pytest.mark.parametrize(
+    "command", ["doctor resize-locked --json", "plan {lengths}", "verify {lengths}"]
+)
+def test_output_that_cant_be_written(tmp_path: Path, command: str) -> None:
+    """0 and 1 are answers, and a traceback is no way to say that the disk is full."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3 4 5")
+    line = f"{sys.executable} -m torchguard {command.format(lengths=lengths)}"
+    right = run_command(["sh", "-c", f"{line} > /dev/null"]).returncode
+    for output, status in {
+        "> /dev/full": 74,
+        ">&-": 74,
+        "> /dev/null 2> /dev/full": right,
+        "> /dev/null 2>&-": right,
+    }.items():
+        done = run_command(["sh", "-c", f"{line} {output}"])
+        assert (done.returncode, output) == (status, output)
+        assert "Traceback" not in done.stderr
+        assert status == right or "can't write to standard output" in done.stderr
+    piped = run_command(["bash", "-c", f"set -o pipefail; {line} | head -c 1"])
+    assert (piped.returncode, len(piped.stdout)) == (right, 1)
+
+
+def test_a_command_that_fails_has_found_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError("not enough")
+
+    monkeypatch.setattr(torchguard, "verify_checkpoint", fails)
+    assert main(["verify", "x"]) == 70
+    assert "MemoryError: not enough" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import TextIO
@@ -54,8 +55,7 @@ class Bar:
     def clear(self) -> None:
         """Remove the bar, so that a result or an error begins in an empty line."""
         if self._moves:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            self._write("")
 
     def _line(self, name: str) -> str:
         filled = _BAR * self._done // max(1, self._total)
@@ -63,5 +63,6 @@ class Bar:
         return shortened(f"[{bar}] {self._done} of {self._total}  {name}", width() - 1)
 
     def _write(self, line: str) -> None:
-        self._stream.write(f"\r\x1b[K{line}" if self._moves else f"{line}\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # a full disk: the result is what counts
+            self._stream.write(f"\r\x1b[K{line}" if self._moves else f"{line}\n")
+            self._stream.flush()

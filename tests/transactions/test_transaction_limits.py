@@ -157,3 +157,123 @@ def test_modules_of_torchscript_are_trained(inside: bool) -> None:
     for each, (value, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(each, value)
         assert torch.equal(each.grad, gradient)
+
+
+READ: list[int] = []
+
+
+class Items(torch.utils.data.Dataset[torch.Tensor]):
+    """A dataset that notes what is read from it."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        READ.append(index)
+        return torch.ones(2)
+
+
+class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        while True:
+            READ.append(0)
+            yield torch.ones(2)
+
+
+class Stateful(torch.utils.data.DataLoader[Any]):
+    """A loader with a position, as torchdata's StatefulDataLoader."""
+
+    position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+DATA: dict[str, Any] = {
+    "DataLoader": lambda: torch.utils.data.DataLoader(Items(), shuffle=True),
+    "endless DataLoader": lambda: torch.utils.data.DataLoader(Endless()),
+    "Items": Items,
+    "Endless": Endless,
+    "Subset": lambda: torch.utils.data.Subset(Items(), [0]),
+    "RandomSampler": lambda: torch.utils.data.RandomSampler(Items()),
+    "BatchSampler": lambda: torch.utils.data.BatchSampler(range(9), 2, drop_last=False),
+    "_SingleProcessDataLoaderIter": lambda: iter(torch.utils.data.DataLoader(Items())),
+}
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("argument", ["also", "scheduler", "model", "optimizer"])
+@pytest.mark.parametrize("name", DATA)
+def test_data_is_not_read(name: str, argument: str, in_list: bool) -> None:
+    """A TypeError names it; no item is read and no random number drawn."""
+    model, optimizer = setup()
+    data = DATA[name]()
+    given: Any = {"model": model, "optimizer": optimizer, argument: [data] if in_list else data}
+    READ.clear()
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match=name.rpartition(" ")[2]) as caught:
+        torchguard.transaction(**given)
+    assert (READ, len(str(caught.value)) < 500) == ([], True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert argument != "also" or "state_dict() and load_state_dict()" in str(caught.value)
+
+
+def test_a_generator_of_tensors_is_not_read() -> None:
+    def batches() -> Any:
+        while True:
+            READ.append(0)
+            yield torch.ones(1)
+
+    READ.clear()
+    with pytest.raises(TypeError, match="also has <generator"):
+        torchguard.transaction(*setup(), also=batches())
+    assert not READ
+
+
+def test_a_loader_with_a_state_is_saved() -> None:
+    loader = Stateful(Items())
+    step = torchguard.transaction(*setup(), also=loader)
+    READ.clear()
+    with pytest.raises(KeyError), step:
+        loader.position = 3
+        raise KeyError
+    assert loader.position == 0
+    loader.position = 5
+    state = step.state_dict()
+    loader.position = 0
+    step.load_state_dict(state)
+    assert (loader.position, READ) == (5, [])
+
+
+@pytest.mark.parametrize("undo", ["auto", "copy", "none"])
+@pytest.mark.parametrize("kind", ["leaf", "with a gradient", "parameter", "frozen", "in a list"])
+def test_a_tensor_in_also_has_its_gradient_flags_and_hooks_again(kind: str, undo: Any) -> None:
+    """Run again after a failure, its gradient is that of one run."""
+    model, optimizer = setup()
+    prompt: Any = torch.zeros(2, requires_grad=kind != "frozen")
+    if kind == "parameter":
+        prompt = nn.Parameter(prompt.detach())
+    if kind == "with a gradient":
+        prompt.grad = torch.ones(2)
+    before = None if prompt.grad is None else (prompt.grad, prompt.grad.tolist())
+    also = [prompt, torch.zeros(())] if kind == "in a list" else prompt
+    step = torchguard.transaction(model, optimizer, also=also, undo=undo)
+    with pytest.raises(KeyError), step:
+        prompt.requires_grad_()
+        prompt.register_hook(lambda gradient: gradient * 2)
+        prompt.register_post_accumulate_grad_hook(lambda _: None)
+        model(torch.ones(1, 2) + prompt).sum().backward()
+        with torch.no_grad():
+            prompt.add_(1)
+        prompt.requires_grad_(kind == "frozen")
+        raise KeyError
+    assert (prompt.tolist(), prompt.requires_grad) == ([0, 0], kind != "frozen")
+    if before is None:
+        assert prompt.grad is None
+    else:
+        assert (prompt.grad is before[0], prompt.grad.tolist()) == (True, before[1])
+    assert not prompt._backward_hooks
+    assert not prompt._post_accumulate_grad_hooks

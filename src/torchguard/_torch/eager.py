@@ -489,15 +489,15 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 _around_step = private("optim.Optimizer.profile_hook_step", lambda f: f)(lambda *_: None).__code__
 
 
-def step_is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook is called by a ``step()`` inside of another one: by ``super().step()``."""
+def steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many calls of ``step()`` go on; ``super().step()`` inside of one is another."""
     count = 0
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _around_step and frame.f_locals.get("self") is optimizer:
             count += 1
         frame = frame.f_back  # type: ignore[assignment]
-    return count > 1
+    return count
 
 
 def call_while_tracing(function: Callable[[], int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,11 +65,33 @@ class TrainingState:
     """Scalers and schedulers."""
 
     also: tuple[Any, ...]
+    inside: dict[Optimizer, Optimizer] = field(init=False)
+    """Optimizers that others hold, such as that of float32 copies, each with the one it is in."""
+
     _survey: _Survey | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.inside = {
+            each: outer
+            for outer in self.optimizers
+            for each in optimizers_in(outer)
+            if each not in self.optimizers
+        }
+
+    def all_optimizers(self) -> tuple[Optimizer, ...]:
+        """Return the optimizers, and those that they hold."""
+        return (*self.optimizers, *self.inside)
 
     def groups(self) -> list[list[Tensor]]:
         """Return the lists of parameters that the optimizers have now."""
-        return [group["params"] for each in self.optimizers for group in each.param_groups]
+        return [group["params"] for each in self.all_optimizers() for group in each.param_groups]
+
+    def masters(self) -> list[Tensor]:
+        """Return the parameters that only optimizers in others have: float32 copies."""
+        outer = [group["params"] for each in self.optimizers for group in each.param_groups]
+        own = set(map(id, chain(*outer, *(module.parameters() for module in self.modules))))
+        inner = [group["params"] for each in self.inside for group in each.param_groups]
+        return [each for each in chain(*inner) if id(each) not in own]
 
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Take a snapshot; with ``parameters``, of those and the optimizers' state too."""
@@ -85,16 +108,17 @@ class _Survey:
 
     def __init__(self, training: TrainingState) -> None:
         copied = [each for each in training.also if isinstance(each, nn.Module)]
+        tensors = [each for each in training.also if isinstance(each, Tensor)]
         holders = list(
             {id(m): m for root in (*training.modules, *copied) for m in root.modules()}.values()
         )
         self.modules = Modules(holders)
         self._groups = list(map(list, training.groups()))
-        self.copied = {id(each) for module in copied for each in module.parameters()}
+        self.copied = set(map(id, chain(tensors, *(module.parameters() for module in copied))))
         own = [each for module in holders for each in module.parameters(recurse=False)]
         held = [each for module in holders for each in module.buffers(recurse=False)]
         self.parameters, self.other_parameters = parted(
-            [*own, *chain.from_iterable(self._groups)], is_plain
+            [*own, *tensors, *chain.from_iterable(self._groups)], is_plain
         )
         self.all_parameters = [*self.parameters, *self.other_parameters]
         self.buffers, self.other_buffers = parted(
@@ -155,7 +179,7 @@ class TrainingSnapshot:
         self._training = training
         self._survey = survey
         self._modules = survey.modules.snapshot()
-        self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.optimizers}
+        self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.all_optimizers()}
         self._others = Containers(map(vars, training.others), into=has_state)
         self._versions = versions_of(survey.parameters)
         self._requires_grad = [each.requires_grad for each in survey.all_parameters]
@@ -174,7 +198,8 @@ class TrainingSnapshot:
     def copy_parameters(self) -> None:
         """Copy the parameters and the tensors of the optimizers' state, unless that was done."""
         if self._copies is None:
-            written = [t for each in self._training.optimizers for t in state_tensors(each)]
+            optimizers = self._training.all_optimizers()
+            written = [t for each in optimizers for t in state_tensors(each)]
             self._copies = Elements([*self._survey.parameters, *written])
 
     def parameters_moved(self) -> bool:
@@ -390,6 +415,37 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     # Of the class: a scheduler has wrapped that of an instance.
     step: Any = type(optimizer).step
     return str(step.__module__).startswith("torch.optim.")
+
+
+_MOST = 1000
+"""A container of more items is taken for data."""
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that another one holds, in containers and objects too."""
+    found: dict[int, Optimizer] = {}
+    seen: set[int] = set()
+    # An object is opened if no other object holds it: a logger leads to the whole program.
+    waiting = deque([(optimizer, True)])
+    while waiting:
+        node, opens = waiting.popleft()
+        if type(node) in ATOMS or isinstance(node, (Tensor, nn.Module)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        inside = children(node)
+        if isinstance(node, Optimizer):
+            found[id(node)] = node
+            waiting.extend((each, True) for each in vars(node).values())
+        elif inside is not None:
+            waiting.extend((each, opens) for _, each in inside if len(inside) <= _MOST)
+        elif isinstance(node, MethodType):
+            waiting.append((node.__self__, opens))
+        elif isinstance(node, partial):
+            waiting.extend((each, opens) for each in (node.func, *node.args))
+        elif opens and has_attributes(node):
+            waiting.extend((each, False) for each in vars(node).values())
+    del found[id(optimizer)]
+    return list(found.values())
 
 
 class OptimizerSnapshot:

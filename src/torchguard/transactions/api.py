@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import torch
@@ -114,12 +114,7 @@ def transaction(
     own = {id(parameter) for each in models for parameter in each.parameters()}
     for each in optimizers:
         if not has_step_hooks(each):
-            name = type(each).__name__
-            raise TypeError(
-                f"transaction: {name}.step() calls no hooks of torch.optim, so its steps can't be "
-                f"seen: call super().__init__(params, defaults) in {name}.__init__, and do not "
-                "replace step on the class"
-            )
+            raise TypeError(_why_not_seen(each))
         if isinstance(each, torch.optim.LBFGS):
             raise TypeError(
                 "transaction: LBFGS runs forward and backward many times inside step(). Put the "
@@ -185,20 +180,40 @@ def _several(name: str, value: Any) -> list[Any]:
     if value is None:
         return []
     is_one, expected = _EXPECTED[name]
-    # A Sequential is an iterable of modules, and a tensor one of its rows: each is one.
-    several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
-    values = list(value) if several and not is_one(value) else [value]
-    for each in values:
+    # A Sequential is an iterable of modules, and a tensor one of its rows: each is one. A loader is
+    # not read, and neither is a generator of tensors, which may be endless.
+    kinds = Collection if name == "also" else (Collection, Iterator)
+    several = isinstance(value, kinds) and not isinstance(value, (str, Mapping))
+    values = []
+    for each in value if several and not is_one(value) and not _is_data(value) else [value]:
         if not is_one(each):
-            found = f"has {each!r}" if name == "also" else f"is of type {type(each).__name__}"
-            raise TypeError(f"transaction: {name} {found}, expected {expected}")
+            raise TypeError(f"transaction: {name} {_described(name, each, expected)}")
+        values.append(each)
     return values
 
 
+def _is_data(value: Any) -> bool:
+    """Whether it is a loader, a dataset, a sampler, or an iterator over a loader."""
+    return any(each.__module__.startswith("torch.utils.data") for each in type(value).__mro__)
+
+
+def _described(name: str, value: Any, expected: str) -> str:
+    kind = type(value).__name__
+    if name != "also":
+        return f"is of type {kind}, expected {expected}"
+    if _is_data(value):
+        return (
+            f"has a {kind}, whose position can't be saved: pass a loader or sampler with "
+            "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader, or leave "
+            "it out"
+        )
+    return f"has {value!r:.200}, expected {expected}"
+
+
 def _innermost(optimizer: Any) -> Optimizer:
-    """Return what a wrapper such as Accelerate's steps: the wrapper itself has no hooks."""
+    """Return what a wrapper without hooks steps, such as Accelerate's."""
     inner = vars(optimizer).get("optimizer")
-    if not isinstance(inner, Optimizer):
+    if has_step_hooks(optimizer) or not isinstance(inner, Optimizer):
         return optimizer  # type: ignore[no-any-return]
     if vars(optimizer).get("state", inner.state) is not inner.state:
         outer = type(optimizer).__name__
@@ -207,6 +222,22 @@ def _innermost(optimizer: Any) -> Optimizer:
             f"whose step alone would be undone: give the optimizer in it, and also= the {outer}"
         )
     return _innermost(inner)
+
+
+def _why_not_seen(optimizer: Optimizer) -> str:
+    """Return the error for an optimizer whose ``step()`` calls no hooks."""
+    name = type(optimizer).__name__
+    said = f"transaction: {name}.step() calls no hooks of torch.optim, so its steps can't be seen"
+    for attribute, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer):
+            return (
+                f"{said}, but those of the {type(inner).__name__} in it can: pass "
+                f"optimizer.{attribute}, and go on to call optimizer.step()"
+            )
+    return (
+        f"{said}: call super().__init__(params, defaults) in {name}.__init__, and do not replace "
+        "step on the class"
+    )
 
 
 def _sharded(model: nn.Module) -> str | None:

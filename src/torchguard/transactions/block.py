@@ -6,7 +6,7 @@ import functools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from torchguard._torch.eager import (
     make_state,
     per_optimizer_states,
     scale_version,
-    step_is_nested,
+    steps_on_stack,
 )
 from torchguard.errors import UnrecoverableStepError, with_causes
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
@@ -106,33 +106,32 @@ class Block:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare a step, so that it can be rolled back; return its arguments."""
-        guarded = self.guarded
-        if optimizer not in guarded.training.optimizers:
-            self._note_unknown_optimizer(optimizer)
+        guarded, by = self.guarded, optimizer
+        pending = self._pending
+        if pending is not None and pending.goes_on_around(by):
+            pending.include(by, guarded.training)
             return args, kwargs
-        if self._pending is not None and step_is_nested(optimizer):
-            self._pending.is_nesting = True
+        if by in guarded.training.inside:  # SAM.second_step() calls that of the one in it
+            optimizer = guarded.training.inside[by]
+        elif by not in guarded.training.optimizers:
+            self._note_unknown_optimizer(by)
             return args, kwargs
         self.settle(None)  # what the last step raised was caught inside the block
         if self._signals is None:
             self._signals = DeferredSignals(at_most=1)
         with_closure = len(args) > 1 or bool(kwargs)
-        gate = guarded.gate
-        if gate is not None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if not callable(closure):
-                gate.before(optimizer)
-            elif len(args) > 1:
-                args = (args[0], gate.after_closure(optimizer, closure), *args[2:])
-            else:
-                kwargs = {**kwargs, "closure": gate.after_closure(optimizer, closure)}
+        if guarded.gate is not None:
+            args, kwargs = guarded.gate.of_step(optimizer, args, kwargs)
         last, fused = self._is_last(optimizer), steps_fused(optimizer)
         if guarded.undo == "auto":
             copies = with_closure or not last or not fused
         else:
             copies = guarded.undo == "copy"
         reuse = guarded.kept.pop(optimizer, None)
-        pending = OptimizerStep(optimizer, copies=copies, fused=fused, reuse=reuse)
+        inside = [each for each, outer in guarded.training.inside.items() if outer is optimizer]
+        pending = OptimizerStep(
+            optimizer, by=by, inside=inside, copies=copies, fused=fused, reuse=reuse
+        )
         if guarded.ranks is not None and last and not copies:
             guarded.ranks.agree_to_commit()
         if optimizer in guarded.first_steps:
@@ -143,10 +142,11 @@ class Block:
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         pending, guarded = self._pending, self.guarded
-        if pending is None or pending.optimizer is not optimizer:
+        if pending is None or pending.by is not optimizer:
             return
-        if pending.is_nesting and step_is_nested(optimizer):
+        if pending.is_nesting and steps_on_stack(optimizer) > 1:
             return
+        optimizer = pending.optimizer
         if guarded.ranks is not None and self._is_last(optimizer):
             guarded.ranks.agree_to_commit()  # if it raises, the step is rolled back
         skipped = guarded.gate is not None and bool(guarded.gate.taken_away)
@@ -176,7 +176,9 @@ class Block:
         return began if began is not None and self.snapshot.has_gradients else self.snapshot.buffers
 
     def _is_last(self, optimizer: Optimizer) -> bool:
+        steps = [*self._stepped, *filter(None, [self._pending])]
         stepped = {optimizer, *(each.optimizer for each in self._stepped)}
+        stepped.update(each for step in steps for each in step.included)
         return stepped >= set(self.guarded.training.optimizers)
 
     def _note_unknown_optimizer(self, optimizer: Optimizer) -> None:
@@ -253,10 +255,11 @@ class Block:
         """Complete a step that counts though its block raised; return a note for the exception."""
         notes = ["torchguard: the optimizers had stepped already, so this training step counts"]
         guarded = self.guarded
-        for optimizer in guarded.training.optimizers:
+        for optimizer in guarded.training.all_optimizers():
             # What scaler.step() hands to a fused optimizer, and deletes at its end: a scale that
             # stays is multiplied with the next one.
-            now, before = vars(optimizer), self.snapshot.optimizers[id(optimizer)].attributes
+            saved = self.snapshot.optimizers.get(id(optimizer))  # None: made in this block
+            now, before = vars(optimizer), {} if saved is None else saved.attributes
             for name in ("grad_scale", "found_inf"):
                 now.pop(name, None)
                 now.update({name: before[name]} if name in before else {})
@@ -339,26 +342,62 @@ class OptimizerStep:
     """A call of ``step()`` that a block has seen begin, and what rolls it back."""
 
     def __init__(
-        self, optimizer: Optimizer, *, copies: bool, fused: bool, reuse: Elements | None = None
+        self,
+        optimizer: Optimizer,
+        *,
+        copies: bool,
+        by: Optimizer | None = None,
+        inside: Sequence[Optimizer] = (),
+        fused: bool = False,
+        reuse: Elements | None = None,
     ) -> None:
-        """``reuse`` are the copies of an earlier step, whose memory is used again."""
+        """``inside`` are the optimizers that this one holds; ``by`` is the one that was called.
+
+        ``reuse`` are the copies of an earlier step, whose memory is used again.
+        """
         self.optimizer = optimizer
+        self.by = optimizer if by is None else by
+        self.included: dict[Optimizer, OptimizerStep] = {}
+        """Steps of other optimizers inside of this one, which it was not known to hold."""
         self.is_nesting = False
         """Whether it has called ``super().step()``, which has hooks of its own."""
         self.copies: Elements | None = None
         if copies:
-            snapshot = OptimizerSnapshot(optimizer)
+            every = (optimizer, *inside)
+            snapshots = list(map(OptimizerSnapshot, every))
             # PyTorch's steps write no options and no attributes, other libraries' may.
-            self._state = snapshot.state if is_of_torch(optimizer) else snapshot
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            self.copies = Elements([*parameters, *state_tensors(optimizer)], reuse)
+            self._states = [
+                saved.state if is_of_torch(each) else saved
+                for each, saved in zip(every, snapshots, strict=True)
+            ]
+            written = [p for each in every for group in each.param_groups for p in group["params"]]
+            written += [tensor for each in every for tensor in state_tensors(each)]
+            self.copies = Elements(written, reuse)
         elif fused and _lacks_state(optimizer):
             _make_whole_state(optimizer)
 
+    def goes_on_around(self, optimizer: Optimizer) -> bool:
+        """Whether a step that begins is inside of this one, by ``super().step()`` or so."""
+        return steps_on_stack(self.by) > (self.by is optimizer)
+
+    def include(self, optimizer: Optimizer, training: TrainingState) -> None:
+        """Note, before an optimizer steps inside of this step, that it is a part of it."""
+        if optimizer is self.by:
+            self.is_nesting = True
+            return
+        if training.inside.get(optimizer) is self.optimizer or optimizer in self.included:
+            return
+        self.included[optimizer] = OptimizerStep(optimizer, copies=self.copies is not None)
+        if optimizer not in training.optimizers:
+            training.inside[optimizer] = self.optimizer
+
     def undo(self) -> None:
         """Restore what the step may have written from its copies, if there are any."""
+        for step in self.included.values():
+            step.undo()
         if self.copies is not None:
-            self._state.restore()
+            for state in self._states:
+                state.restore()
             self.copies.restore()
 
     def fail(self, error: BaseException | None) -> None:
@@ -425,6 +464,17 @@ class NonfiniteGate:
         """Parameters and their gradients, during a step that is skipped."""
         self.skipped = 0
         """How many steps were skipped."""
+
+    def of_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Look at the gradients, or let the closure do so; return the arguments of the step."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self.before(optimizer)
+        elif len(args) > 1:
+            args = (args[0], self.after_closure(optimizer, closure), *args[2:])
+        else:
+            kwargs = {**kwargs, "closure": self.after_closure(optimizer, closure)}
+        return args, kwargs
 
     def before(self, optimizer: Optimizer) -> None:
         """Find out whether the step is to be skipped; the host waits for the device."""
@@ -522,7 +572,7 @@ def _try_hooks() -> None:
 
     def note(optimizer: Optimizer, *_: Any) -> None:
         if optimizer is probe:
-            nested.append(step_is_nested(probe))
+            nested.append(steps_on_stack(probe) > 1)
 
     handles = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
     try:

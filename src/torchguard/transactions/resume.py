@@ -48,7 +48,8 @@ def load(guarded: Guarded, state: Any) -> None:
 def _parts_of(guarded: Guarded) -> dict[str, tuple[Any, ...]]:
     training = guarded.training
     scalers = () if guarded.scaler is None else (guarded.scaler,)
-    values = (training.modules, training.optimizers, scalers, guarded.schedulers, training.also)
+    optimizers, also = training.all_optimizers(), (*training.also, *training.masters())
+    values = (training.modules, optimizers, scalers, guarded.schedulers, also)
     return dict(zip(_PARTS, values, strict=True))
 
 

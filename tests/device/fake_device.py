@@ -31,6 +31,7 @@ DEVICES = 4
 """How many devices there can be; two are visible, unless ``set_visible`` says otherwise."""
 
 _library: Any = None
+_casts: Any = None
 
 
 class Counts(NamedTuple):
@@ -387,6 +388,9 @@ def _make_module() -> None:
         finally:
             module.set_device(before)
 
+    global _casts  # goes with the library, else
+    _casts = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    _casts.fallback(torch.library.fallthrough_kernel)
     devices = range(_number("fake_visible").value)
     module.default_generators = tuple(map(torch.ops.fake_device.default_generator, devices))
     module.is_available = module.is_initialized = lambda: True

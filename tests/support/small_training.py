@@ -165,7 +165,7 @@ class Training:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002  what users draw from
         if case.device == "cuda":  # its convolutions may add up in another order otherwise
-            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.set_flags(_deterministic=True)  # also if torch has frozen them
         self.model = Net(case.feature).to(case.device)
         self.optimizers = list(_optimizers(case, self.model))
         self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = [

@@ -298,10 +298,43 @@ def versions_of(tensors: list[Any]) -> list[int | None]:
         return [version_of(tensor) for tensor in tensors]
 
 
+LISTED = frozenset(
+    (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+        torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32,
+        torch.int64,
+    )
+)  # fmt: skip
+"""The dtypes of which CUDA copies a list at once; of others (float8, uint16) it refuses one.
+
+https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/ForeachBinaryOpList.cu
+"""
+
+
 def copy_all(targets: list[Any], sources: list[Any]) -> None:
-    """Copy each source into its target: one call of torch, on a GPU one kernel per dtype."""
-    if targets:
+    """Copy each source into its target, on a device by one kernel for each dtype.
+
+    Copies to the host do not wait: the caller does.
+    """
+    if not targets:
+        return
+    if targets[0].is_cpu and sources[0].is_cpu:  # a loop in any case
         torch._foreach_copy_(targets, sources)
+        return
+    # One tensor on the host, as AdamW's step is, makes CUDA copy a list one by one.
+    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = (target.device, source.device, target.dtype)
+        if kind not in groups:
+            groups[kind] = ([], [])
+        groups[kind][0].append(target)
+        groups[kind][1].append(source)
+    for (to, of, dtype), group in groups.items():
+        if dtype in LISTED:
+            torch._foreach_copy_(*group, non_blocking=to != of)
+        else:
+            for target, source in zip(*group, strict=True):
+                target.copy_(source)
 
 
 def call_unseen(function: Callable[..., Any], *args: Any) -> Any:

@@ -30,6 +30,7 @@ from torchguard._torch import (
 )
 from torchguard.checks.table import Check, Row
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
+from torchguard.state.process import accelerator
 
 SWITCH = patch.Switch()
 """Whether the guard "checks" is on."""
@@ -86,12 +87,16 @@ class Flags:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]] = []
+        self._streams: set[torch.Stream] = set()
+        """The streams that make what waits."""
         self._lock = threading.Lock()
 
     def keep(self, sites: Sequence[Site], *seen: torch.Tensor) -> None:
         """Keep the smallest and largest value of each site, with its bounds where they vary."""
         with self._lock:
             self._waiting.append((sites, seen))
+            if seen[0].device.type == accelerator():
+                self._streams.add(torch.accelerator.current_stream(seen[0].device))
         if len(self._waiting) > self.MOST:
             self.read()
 
@@ -103,9 +108,15 @@ class Flags:
 
     def read(self) -> None:
         """Wait for the devices; raise for the first site that has seen a value out of range."""
-        waiting = self.take() if self._waiting else []
-        if not waiting:
+        if not self._waiting or is_capturing():
             return
+        with self._lock:
+            streams, self._streams = self._streams, set()
+        for stream in streams:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+        waiting = self.take()
         groups: dict[Any, list[torch.Tensor]] = {}
         with computing_unseen():
             for _, seen in waiting:
@@ -132,6 +143,11 @@ def raise_outside(sites: Sequence[Site], numbers: Sequence[Any]) -> None:
             site = site._replace(low=low, high=None if site.high is None else bounds[1])  # noqa: PLW2901
         if not site.allows(smallest, largest):
             raise site.error(smallest, largest)
+
+
+def is_capturing() -> bool:
+    """Whether the program captures a CUDA graph here, where nothing can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 flags = Flags()
@@ -193,7 +209,8 @@ def clamped(site: Site, values: Any, unread: Any) -> Any:
 
 def _noted(site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
     """Keep what is seen on a device, and return values that no kernel refuses."""
-    if not values.numel():
+    # A capture runs nothing: what it would keep here is computed when the graph is replayed.
+    if not values.numel() or is_capturing():
         return values
     flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
     return cast("torch.Tensor", clamped(site, values, unread))

@@ -27,6 +27,7 @@ from torchguard._torch import (
 from torchguard.equivalence.isolate import isolated
 from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.reference import reference_of
+from torchguard.state.process import autocast_devices
 from torchguard.state.tensors import extent
 
 Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
@@ -344,7 +345,7 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             if place >= owned and tensor.grad_fn is not grad_fn
         ]
         # As programs do, which leave autocast before backward().
-        for device in ("cpu", "cuda", "xpu"):
+        for device in autocast_devices():
             torch.set_autocast_enabled(device, False)
         try:
             ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]

@@ -11,8 +11,8 @@ from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.state.containers import require_container, tensors_in
-from torchguard.state.process import roll_back
-from torchguard.state.tensors import Gradients, Snapshot, capture
+from torchguard.state.process import roll_back, wait_for
+from torchguard.state.tensors import Gradients, Snapshot, capture, warn_if_refused
 
 
 class Rollback:
@@ -40,6 +40,10 @@ class Rollback:
         self._saved.pop()
 
     def _restore(self, snapshots: list[Snapshot], gradients: Gradients) -> None:
+        if self._data:
+            warn_if_refused(
+                wait_for, [each.tensor for each in snapshots], failure="rollback_on_error"
+            )
         for saved in snapshots:
             with without_torch_function():
                 # Without a copy of the elements the counter stays where the writes moved it.

@@ -18,6 +18,7 @@ so the caller has one, and rolls back again::
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import random
 import signal
@@ -28,7 +29,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.amp.autocast_mode import is_autocast_available
 
+from torchguard._events import warn_user
 from torchguard.errors import SaveError
 
 # ---- signals ----
@@ -149,7 +152,42 @@ def roll_back(restore: Callable[..., None], *args: Any) -> None:
         signals.restore_handlers()
 
 
+# ---- the accelerator ----
+
+
+def accelerator() -> str | None:
+    """Return the type of the accelerator that this torch is for: a build has one at most."""
+    try:
+        device = torch.accelerator.current_accelerator()
+    except RuntimeError:  # up to torch 2.6, if there is none
+        return None
+    return None if device is None else device.type
+
+
+def accelerator_in_use() -> tuple[str, Any] | None:
+    """Return its type and torch's module for it, once the program has used it."""
+    kind = accelerator()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    started = getattr(module, "is_initialized", torch.accelerator.is_available)
+    return (kind, module) if started() else None
+
+
+def wait_for(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until nothing runs on the devices of tensors, on the program's own streams too."""
+    kind = accelerator()
+    for device in {each.device for each in tensors if each.device.type == kind}:
+        torch.accelerator.synchronize(device)
+
+
 # ---- grad mode and autocast ----
+
+
+def autocast_devices() -> list[str]:
+    """Return the types of devices for which autocast can be on."""
+    kind = accelerator()
+    return ["cpu"] if kind is None or not is_autocast_available(kind) else ["cpu", kind]
 
 
 class ThreadModes(NamedTuple):
@@ -168,7 +206,7 @@ class ThreadModes(NamedTuple):
         """Read them."""
         autocast = tuple(
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda", "xpu")
+            for device in autocast_devices()
         )
         # The counter can be read only by changing it.
         try:
@@ -263,29 +301,43 @@ def generators_among(values: Iterable[Any]) -> list[Access]:
     ]
 
 
-_known: tuple[Any, dict[str, Access]] = None, {}
+_known: tuple[Any, dict[str, Access]] = "not asked yet", {}
 
 
 def named_generators() -> dict[str, Access]:
     """Return the process's generators: PyTorch's, the CPU's first, then Python's and numpy's."""
     global _known  # anew if a device came into use
-    in_use = torch.cuda.is_initialized(), torch.xpu.is_initialized()
+    in_use = accelerator_in_use()
     if in_use != _known[0]:
         found: dict[str, Access] = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
-        devices: dict[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}
-        for kind, device in devices.items():
-            # To ask for the state of a device that was not used yet would start it.
-            for index in range(device.device_count()) if device.is_initialized() else ():
-                get_state = functools.partial(device.get_rng_state, index)
-                set_state = functools.partial(device.set_rng_state, device=index)
-                found[f"{kind}:{index}"] = get_state, set_state
-        if torch.backends.mps.is_available():
-            found["mps"] = torch.mps.get_rng_state, torch.mps.set_rng_state
+        # To ask for the state of a device that was not used yet would start it.
+        found |= {} if in_use is None else _generators_on(*in_use)
         found["python"] = random.getstate, random.setstate
         of_numpy: Any = np.random  # the types leave out what legacy= returns
         found["numpy"] = functools.partial(of_numpy.get_state, legacy=False), of_numpy.set_state
         _known = in_use, found
     return _known[1]
+
+
+def _generators_on(kind: str, module: Any) -> dict[str, Access]:
+    """Return the generators of the devices of an accelerator, by torch's module for it."""
+    get_state, set_state = (getattr(module, f"{do}_rng_state", None) for do in ("get", "set"))
+    if get_state is None or set_state is None:
+        warn_user(
+            f"torchguard: torch.{kind} has no get_rng_state and set_rng_state, so random numbers "
+            f"on {kind} are neither saved, nor drawn again after a step is rolled back",
+            RuntimeWarning,
+        )
+        return {}
+    if not inspect.signature(get_state).parameters:  # one device: MPS
+        return {kind: (get_state, set_state)}
+    return {
+        f"{kind}:{index}": (
+            functools.partial(get_state, index),
+            functools.partial(set_state, device=index),
+        )
+        for index in range(module.device_count())
+    }
 
 
 # ---- training steps ----

@@ -36,6 +36,7 @@ from torchguard._torch import (
     without_torch_function,
 )
 from torchguard._torch.eager import call_unseen, copy_all, same_tensors, versions_of
+from torchguard.state.process import wait_for
 
 # PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
 # first, and a tensor that is restored here may be unfit to be read.
@@ -399,7 +400,7 @@ class Elements:
     """A snapshot of the elements of many tensors, copied in bulk, on their device.
 
     Fresh memory of a CPU is slow to write, so the copies of an earlier snapshot can be written
-    again. A device whose memory is full keeps the copies on the host.
+    again. If the memory of a device is full, the copies are on the host, and stay there.
 
     Args:
         tensors: which tensors; each is copied once.
@@ -444,8 +445,12 @@ def _copied(tensors: list[Tensor], memory: list[Tensor] | None) -> list[Tensor]:
         copies = memory or list(map(torch.empty_like, tensors))
     # On a device that holds the parameters, their gradients and two moments, there may be no room.
     except torch.OutOfMemoryError:
-        return [tensor.to("cpu", copy=True) for tensor in tensors]
+        copies = [
+            torch.empty_like(each, device="cpu", pin_memory=not each.is_cpu) for each in tensors
+        ]
     copy_all(copies, tensors)
+    if any(to.is_cpu and not of.is_cpu for to, of in zip(copies, tensors, strict=True)):
+        wait_for(tensors)
     return copies
 
 

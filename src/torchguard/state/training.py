@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torchguard._pytree import ATOMS
 from torchguard._torch.eager import (
+    LISTED,
     MODULE_HOOKS,
     call_unseen,
     concatenated,
@@ -122,7 +123,8 @@ class _Survey:
         )
         self.all_parameters = [*self.parameters, *self.other_parameters]
         self.buffers, self.other_buffers = parted(
-            held, lambda b: is_plain(b) and b.is_contiguous() and b.numel() > 0
+            held,
+            lambda b: is_plain(b) and b.dtype in LISTED and b.is_contiguous() and b.numel() > 0,
         )
         self.metadata = Metadata([*self.parameters, *self.buffers])
         by_kind: dict[Any, list[Tensor]] = {}

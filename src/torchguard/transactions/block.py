@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import traceback
 import weakref
@@ -33,7 +34,7 @@ from torchguard._torch.eager import (
     steps_on_stack,
 )
 from torchguard.errors import UnrecoverableStepError, with_causes
-from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
+from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back, wait_for
 from torchguard.state.tensors import Elements, failures_in, warn_if_refused
 from torchguard.state.training import (
     BufferCopies,
@@ -44,6 +45,8 @@ from torchguard.state.training import (
 )
 from torchguard.training_setup import FirstSteps
 from torchguard.transactions.ranks import Ranks
+
+_NAME = "transaction"
 
 Undo = Literal["auto", "copy", "none"]
 
@@ -236,6 +239,7 @@ class Block:
         """
         problems: list[str] = []
         with failures_in(problems):
+            self._wait()
             for step in reversed(self._stepped):
                 if step.copies is None:
                     name = type(step.optimizer).__name__
@@ -250,6 +254,13 @@ class Block:
                 )
             self.snapshot.restore()
         return problems
+
+    def _wait(self) -> None:
+        """Wait for the devices: a stream of the program's may use what is about to be restored."""
+        training = self.guarded.training
+        held = [t for m in training.modules for t in (*m.parameters(), *m.buffers())]
+        held += [each for group in training.groups() for each in group]
+        warn_if_refused(wait_for, held, failure="waiting for the device")
 
     def finish_step(self, exception: BaseException) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""
@@ -286,7 +297,7 @@ class Block:
             guarded.gate.loss = None
         for step in filter(None, (*self._stepped, self._pending)):
             # On a CPU fresh memory is paged in anew; a GPU's allocator gives the same again.
-            if step.copies is not None and all(each.is_cpu for each in step.copies.plain):
+            if step.copies is not None and all(each.is_cpu for each in step.copies.copies):
                 guarded.kept[step.optimizer] = step.copies
         self._stepped, self._pending = [], None
         if self in opened:
@@ -517,7 +528,9 @@ def _all_finite(gradients: list[Tensor], loss: Tensor | None) -> bool:
     finite = torch.ones((), dtype=torch.bool) if loss is None else torch.isfinite(loss).all()
     if with_elements:
         largest = torch.nn.utils.get_total_norm(with_elements, float("inf"))
-        finite = torch.isfinite(largest) & finite.to(largest.device, non_blocking=True)
+        finite = torch.isfinite(largest) & finite.to(
+            largest.device, non_blocking=not largest.is_cpu
+        )
     return bool(finite)
 
 
@@ -532,6 +545,8 @@ _watching: list[Any] = []
 def watch(guarded: Guarded) -> None:
     """Let optimizers call the blocks of a transaction as long as it lives."""
     _try_hooks()
+    if torch.cuda.is_initialized():
+        patch.apply(_NAME, {"torch.cuda.CUDAGraph.replay": _note_replay})
     with patch.lock:  # other threads make transactions too, or collect their last one
         _alive.append(weakref.ref(guarded, _forget))
         if not _watching:
@@ -550,6 +565,8 @@ def _forget(_: object) -> None:
             # They stay, and do nothing, until the next transaction ends.
             while not _alive and _watching and not is_compiling_here():
                 _watching.pop().remove()
+            if not _alive:
+                patch.undo(_NAME, leave_conflicts=True)
     finally:
         signals.restore_handlers()
 
@@ -605,6 +622,20 @@ def _note_compiled() -> int:
 
 
 call_while_tracing(_note_compiled)
+
+
+def _note_replay(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy what a CUDA graph may write, before a block replays it: no hook, no counter tells."""
+
+    def replay(self: Any) -> Any:
+        # torch replays forward and backward passes, which write nothing that is not copied.
+        if opened and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            for block in tuple(opened):
+                if block.guarded.undo == "auto":
+                    block.snapshot.copy_parameters()
+        return original(self)
+
+    return replay
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchguard._events import warn_user
 from torchguard._torch import without_assign_marks
 from torchguard.state.optimizer_state import load_optimizer
-from torchguard.state.process import named_generators, roll_back
+from torchguard.state.process import accelerator, named_generators, roll_back
 from torchguard.transactions.block import Guarded
 
 _PARTS = ("models", "optimizers", "scalers", "schedulers", "also")
@@ -28,7 +29,7 @@ def state_of(guarded: Guarded) -> dict[str, Any]:
         part: {str(number): _state_of(each) for number, each in enumerate(items)}
         for part, items in _parts_of(guarded).items()
     }
-    return {**state, "random": random_state()}
+    return {**state, "random": random_state(), "devices": " ".join(sorted(_devices_of(guarded)))}
 
 
 def load(guarded: Guarded, state: Any) -> None:
@@ -76,7 +77,17 @@ def _calls(guarded: Guarded, state: Any) -> list[Callable[[], Any]]:
                 f"{len(items)}: make the transaction from the same objects as before"
             )
         calls += [partial(_load, each, state[part][str(n)]) for n, each in enumerate(items)]
-    return [*calls, *random_calls(state["random"])]
+    held = frozenset(state.get("devices", "").split())  # absent in a state of torchguard 0.1
+    return [*calls, *random_calls(state["random"], held, _devices_of(guarded))]
+
+
+def _devices_of(guarded: Guarded) -> frozenset[str]:
+    """Return the names of the devices that hold a training, as those of their generators."""
+    training = guarded.training
+    tensors = [t for m in training.modules for t in (*m.parameters(), *m.buffers())]
+    tensors += [each for group in training.groups() for each in group]
+    # MPS has one generator, whose name is that of the type.
+    return frozenset(n for t in tensors for n in (str(t.device), t.device.type))
 
 
 def _load(item: Any, state: Any) -> None:
@@ -105,24 +116,39 @@ def random_state() -> dict[str, Any]:
     return {name: _plain(get_state()) for name, (get_state, _) in named_generators().items()}
 
 
-def random_calls(state: Mapping[str, Any]) -> Iterable[Callable[[], Any]]:
-    """Return the calls that set the generators; raise if there are others than in the state."""
-    for device in (torch.cuda, torch.xpu):
-        wanted = sum(name.startswith(device.__name__.rpartition(".")[2]) for name in state)
-        if wanted > device.device_count():
-            raise ValueError(
-                f"load_state_dict: the state has generators of {wanted} devices of "
-                f"{device.__name__}, of which this machine has {device.device_count()}"
-            )
-        if wanted:
-            device.init()
+def random_calls(
+    state: Mapping[str, Any], held: frozenset[str], holding: frozenset[str]
+) -> Iterable[Callable[[], Any]]:
+    """Return the calls that set the generators.
+
+    Those of the devices that ``held`` the training have to be here, and those of the devices that
+    are ``holding`` it in the state. Other devices were visible and are not, or the other way round.
+    """
+    kind = accelerator()
+    if kind is not None and any(name.startswith(kind) for name in state):
+        getattr(torch.get_device_module(kind), "init", lambda: None)()
     generators = named_generators()
-    if lacking := [name for name in generators if name not in state]:
+    gone, new = state.keys() - generators.keys(), generators.keys() - state.keys()
+    if lost := sorted(gone & held):
+        raise ValueError(
+            f"load_state_dict: the training was on {', '.join(lost)}, which this machine does not "
+            f"have: it has the generators {', '.join(generators)}"
+        )
+    if lacking := sorted(new & (holding | {"cpu", "python", "numpy"})):
         raise ValueError(
             f"load_state_dict: the state has no generator {', '.join(lacking)}, which is in use"
         )
+    for names, what in (
+        (gone, "the state has {}, which is not visible here: it is left out"),
+        (new, "the state has no state of {}, which is visible here: it stays as it is"),
+    ):
+        if names:
+            text = what.format(f"the generator {', '.join(sorted(names))}")
+            warn_user(f"load_state_dict: {text}", RuntimeWarning)
     return [
-        partial(set_state, _restored(state[name])) for name, (_, set_state) in generators.items()
+        partial(set_state, _restored(state[name]))
+        for name, (_, set_state) in generators.items()
+        if name in state
     ]
 
 
@@ -139,10 +165,12 @@ def _plain(value: Any) -> Any:
 
 def _restored(value: Any) -> Any:
     """Return the state of which :func:`_plain` has made this."""
+    if isinstance(value, Tensor):  # torch.load(map_location=) has moved it
+        return value.cpu()
     if not isinstance(value, Mapping):
         return value
     if "bytes" in value:
-        return np.frombuffer(value["bytes"].numpy().tobytes(), dtype=value["dtype"])
+        return np.frombuffer(value["bytes"].cpu().numpy().tobytes(), dtype=value["dtype"])
     if "numbers" in value:
         return value["version"], tuple(value["numbers"].tolist()), value["gauss"]
     return {key: _restored(each) for key, each in value.items()}

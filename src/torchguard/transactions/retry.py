@@ -22,6 +22,7 @@ from torchguard.errors import (
     is_out_of_memory,
     with_causes,
 )
+from torchguard.state.process import accelerator_in_use
 from torchguard.training_setup import warn_of_setup
 from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
@@ -226,9 +227,6 @@ def clear_frames(error: BaseException) -> None:
 def empty_caches() -> None:
     """Give back memory that only garbage and the allocators hold."""
     gc.collect()  # graphs whose nodes hold each other, such as a Function that keeps its output
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if torch.xpu.is_initialized():
-        torch.xpu.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    in_use = accelerator_in_use()
+    if in_use is not None and hasattr(in_use[1], "empty_cache"):
+        in_use[1].empty_cache()

@@ -203,8 +203,8 @@ class Transaction:
 
         Raises:
             TypeError: the state is not one of a transaction.
-            ValueError: it has another number of optimizers or of other parts, no generator that is
-                in use, or those of a device that is not there.
+            ValueError: it has another number of optimizers or of other parts, no generator of a
+                device that holds it, or was on a device that is not there.
             SaveError: called inside a block.
         """
         refuse_inside_step("step.load_state_dict()")

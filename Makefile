@@ -45,6 +45,7 @@ test-slow: $(VENV)/test.stamp ## run what test-all has and test has not
 
 test-device: $(VENV)/test.stamp ## run what needs a GPU on a simulated device, which is compiled once
 	FAKE_DEVICE=cuda $(ON_DEVICE) $(PYTEST) -m "cuda and not slow" tests/device $(MARKED) $(PYTEST_OPTIONS)
+	FAKE_DEVICE=private $(ON_DEVICE) $(PYTEST) tests/device $(PYTEST_OPTIONS)
 
 lint: $(VENV)/dev.stamp ## check style and formatting
 	$(BIN)/python -m ruff check .

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from contextlib import nullcontext
+from operator import attrgetter
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import torchguard
-from support.kinds import state
+from support.kinds import empty_locked, state
 from support.sweep import OutCase, by_name, out_cases, places
 from support.ways import differences, outcome_of
-from torchguard._torch import patch
+from torchguard._torch import operator_schemas, patch, schemas
 from torchguard.patching.guards import GUARDS
 from torchguard.rollback.consistency import is_consistent
+from torchguard.rollback.overlap import NAMESPACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,3 +155,98 @@ def test_what_the_guard_patches_takes_out() -> None:
             function(out=object())
         # torch names an unknown keyword; a builtin that takes it names something else.
         assert "unexpected keyword argument 'out'" not in str(refusal.value), path
+
+
+# ---- every builtin that has an overload with out=, in OpInfo or not ----
+
+
+def builtins_with_out() -> Iterator[tuple[str, str, Any]]:
+    """Each builtin in the namespaces of users, and an overload of its operator that has ``out``."""
+    for namespace in NAMESPACES:
+        for name, value in sorted(vars(namespace).items()):
+            if isinstance(value, BuiltinFunctionType) and not name.startswith("__"):
+                for schema in operator_schemas(name):
+                    if any(argument.is_out for argument in schema.arguments):
+                        yield f"{namespace.__name__}.{name}", name, schema
+
+
+def values_for(kind: Any, tensor: torch.Tensor, number: int) -> Any:
+    """A value of the type of an argument."""
+    if kind.kind() == "TensorType":
+        return tensor
+    if kind.kind() == "ListType":
+        one = values_for(kind.getElementType(), tensor, number)
+        return list(tensor.shape) if one is number else [one, one]
+    of_numbers = {"IntType": number, "NumberType": number, "FloatType": 0.5, "BoolType": True}
+    return {**of_numbers, "StringType": "sum", "OptionalType": None}.get(kind.kind())
+
+
+def calls_with_out(schema: Any) -> Iterator[tuple[list[Any], dict[str, Any], int]]:
+    """Arguments that may be right, and how many outputs there are."""
+    tensors = (
+        torch.ones(3, 3),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(2, 3, 4, 4),
+    )
+    needed = [a for a in schema.arguments if not a.has_default_value() and not a.is_out]
+    outs = sum(argument.is_out for argument in schema.arguments)
+    for tensor, number in itertools.product(tensors, (0, 1, 2)):
+        values = [(each, values_for(each.type, tensor, number)) for each in needed]
+        yield (
+            [value for each, value in values if not each.kwarg_only],
+            {each.name: value for each, value in values if each.kwarg_only},
+            outs,
+        )
+
+
+def spoiled_by(path: str, schema: Any) -> bool | None:
+    """Whether a call leaves outputs that can't grow changed; None if no call of ours works."""
+    for args, kwargs, count in calls_with_out(schema):
+        for dtype in (torch.float32, torch.int64):
+            function = attrgetter(path.removeprefix("torch."))(torch)
+            room = [torch.empty(0, dtype=dtype) for _ in range(count)]
+            if outcome_of(lambda: function(*args, **kwargs, out=one_or_all(room))).error:  # noqa: B023
+                continue
+            if not all(each.numel() for each in room):
+                continue
+            outs = [empty_locked(dtype) for _ in range(count)]
+            before = [state(out) for out in outs]
+            outcome_of(lambda: function(*args, **kwargs, out=one_or_all(outs)))  # noqa: B023
+            return any(differences(old, state(out)) for old, out in zip(before, outs, strict=True))
+    return None
+
+
+def one_or_all(outs: list[torch.Tensor]) -> Any:
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", [*SCOPES][1:])
+def test_no_builtin_with_out_corrupts_it(scope: str) -> None:
+    overloads = list(builtins_with_out())
+    bare = {(path, str(schema)): spoiled_by(path, schema) for path, _, schema in overloads}
+    with SCOPES[scope]():
+        found = {(path, str(schema)): spoiled_by(path, schema) for path, _, schema in overloads}
+    assert [each for each, spoiled in found.items() if spoiled] == []
+    assert [each for each in bare if (bare[each] is None) != (found[each] is None)] == []
+    spoiled = {path for (path, _), is_spoiled in bare.items() if is_spoiled}
+    assert len(spoiled) > 200
+    assert spoiled >= {"torch.expand_copy", "torch.slice_scatter", "torch._chunk_cat"}
+
+
+def test_asking_what_takes_out_is_seen_by_no_mode() -> None:
+    class Counts(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.calls += 1
+            raise AssertionError(func)
+
+    schemas._has_python_out.cache_clear()
+    with Counts() as mode:
+        assert schemas.has_python_out(patch.original("torch.view_copy"))
+        assert not schemas.has_python_out(patch.original("torch.rand_like"))
+    assert mode.calls == 0

@@ -224,6 +224,40 @@ def test_a_line_is_named_once() -> None:
     assert ".clone()" in str(caught[0].message)
 
 
+def test_each_call_of_a_line_is_named_with_its_shapes() -> None:
+    """Two functions, and one function twice; each once, and as often as it is an error."""
+
+    def line(x: torch.Tensor) -> Any:
+        return x[1:].sub_(x[:-1]), x[2:].copy_(x[:-2]), x[3:].sub_(x[:-3])
+
+    with torchguard.install("overlap"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for size in (12, 12, 15):
+            line(torch.arange(float(size)))
+    named = [re.match(r"(\w+) reads .* of shape (\(\d+,\))", str(w.message)) for w in caught]
+    assert [m and m.groups() for m in named] == [
+        ("sub_", "(11,)"), ("copy_", "(10,)"), ("sub_", "(9,)")
+    ]  # fmt: skip
+    with torchguard.install("overlap"), warnings.catch_warnings():
+        warnings.simplefilter("error", OverlapWarning)
+        for size in (12, 15):
+            with pytest.raises(OverlapWarning, match=rf"sub_ reads .* \({size - 1},\)"):
+                line(torch.arange(float(size)))
+
+
+def test_the_warnings_module_decides_what_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind filters of a context, which Python 3.14 keeps elsewhere than in a list."""
+
+    def explicit(text: str, category: type[Warning], *_: Any, **__: Any) -> None:
+        raise category(text)
+
+    monkeypatch.setattr(warnings, "warn_explicit", explicit)
+    x = torch.arange(12.0)
+    with torchguard.install("overlap"), pytest.raises(OverlapWarning, match="sub_ reads"):
+        x[1:].sub_(x[:-1])
+    assert torch.equal(x, torch.arange(12.0))
+
+
 # ---- a call that PyTorch refuses, and one that it computes right ----
 
 REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -238,7 +272,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("action", ["always", "error"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_is_said_of_a_call_that_is_refused(name: str, action: Any) -> None:
+def test_a_call_that_is_refused_raises_what_pytorch_raises(name: str, action: Any) -> None:
+    """The warning comes before it, unless filters make an error of it; no event is counted."""
     call = REFUSED[name]
     with pytest.raises(Exception) as plain:  # noqa: PT011
         call(torch.ones(3, 4))
@@ -246,8 +281,9 @@ def test_nothing_is_said_of_a_call_that_is_refused(name: str, action: Any) -> No
         warnings.simplefilter(action, OverlapWarning)
         with pytest.raises(plain.type) as guarded:
             call(torch.ones(3, 4))
-    assert not caught
+    assert len(caught) <= (action == "always")
     assert str(guarded.value) == str(plain.value)
+    assert guarded.value.__cause__ is None
 
 
 # PyTorch computes each right in every layout: an element is read for all places and keeps its

@@ -106,14 +106,50 @@ def _has_effect_token(schema: Any) -> bool:
 def has_python_out(function: Callable[..., Any]) -> bool:
     """Whether a builtin of torch takes ``out=``."""
     # By name: torch.mm and torch.dsmm are one function, and compare equal.
-    return _has_python_out(function.__name__)
+    return _has_python_out(function.__name__, function)
 
 
 @functools.cache  # install("out") asks for some 800 builtins each time
-def _has_python_out(name: str) -> bool:
-    # Overloads that the code generator added on its own have no Python binding.
-    generated = (torch.Tag.generated in tags_of(each) for each in _schemas_with_out(name))
-    return not all(generated)
+def _has_python_out(name: str, function: Callable[..., Any]) -> bool:
+    # Of the overloads that the code generator adds, Python has those of the *_copy family alone.
+    return any(
+        torch.Tag.generated not in tags_of(schema) or _is_taken(function, schema)
+        for schema in _schemas_with_out(name)
+    )
+
+
+class _Asked:
+    """Taken for a tensor by what reads the arguments of a builtin, which then calls this."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> type[_Asked]:
+        return cls
+
+
+# In the place of a required argument of each type.
+_ANY_VALUE = {"IntType": 1, "FloatType": 1.0, "BoolType": True, "StringType": "", "NumberType": 1}
+
+
+def _is_taken(function: Callable[..., Any], schema: Any) -> bool:
+    """Whether a builtin reads the arguments of this overload; nothing is computed."""
+    required = [each for each in schema.arguments if not each.has_default_value()]
+    given = [_any_value_of(each.type) for each in required if not each.kwarg_only]
+    named = {each.name: _any_value_of(each.type) for each in required if each.kwarg_only}
+    outs = [named.pop(each.name) for each in required if each.is_out]
+    named["out"] = outs[0] if len(outs) == 1 else outs
+    with contextlib.ExitStack() as stack, contextlib.suppress(Exception):
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        return function(*given, **named) is _Asked
+    return False
+
+
+def _any_value_of(kind: Any) -> Any:
+    if kind.kind() == "TensorType":
+        return _Asked()
+    if kind.kind() == "ListType":
+        return [_any_value_of(kind.getElementType())]
+    return _ANY_VALUE.get(kind.kind())
 
 
 def _schemas_with_out(name: str) -> list[Any]:

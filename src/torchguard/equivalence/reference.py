@@ -24,55 +24,52 @@ from torchguard.errors import OverlapWarning
 Place = tuple[str, int]
 """A file and a line."""
 
-_texts: dict[Place, tuple[str, dict[Any, Any]]] = {}
-"""By line: what is said of it, and the registry in which Python notes that it was said."""
+_said: dict[Any, tuple[str, dict[Any, Any]]] = {}
+"""By call of the program: a text, and the registry in which Python notes that it was said."""
 
 
-def warn_of(function: Callable[..., Any], overlap: Overlap, place: Place | None = None) -> None:
-    """Warn at the user's line, once per line unless filters say otherwise."""
-    if is_trial():
-        return
-    place, text, registry = _said_of(function, overlap, place)
-    record("overlap", "overlap", text, where=f"{place[0]}:{place[1]}")
-    warnings.warn_explicit(text, OverlapWarning, *place, registry=registry)
+class Said:
+    """What is said of a call whose operands overlap what it writes: at the user's line."""
 
-
-def is_error(function: Callable[..., Any], overlap: Overlap, place: Place | None = None) -> bool:
-    """Whether filters make an exception of the warning."""
-    if is_trial():
-        return False
-    (file, line), text, _ = _said_of(function, overlap, place)
-    module = file.removesuffix(".py")
-    for action, message, category, of_module, of_line in warnings.filters:
-        # As warnings.warn_explicit looks for the first that fits.
-        if (
-            issubclass(OverlapWarning, category)
-            and (message is None or message.match(text))
-            and (of_module is None or of_module.match(module))
-            and of_line in (0, line)
-        ):
-            return action == "error"
-    return False
-
-
-def _said_of(
-    function: Callable[..., Any], overlap: Overlap, place: Place | None
-) -> tuple[Place, str, dict[Any, Any]]:
-    """Return the user's line, what is said of it, and the registry that notes that it was said."""
-    if place is None:
-        frame = frame_of_user()
-        place = ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    if place not in _texts:
+    def __init__(
+        self, function: Callable[..., Any], overlap: Overlap, place: Place | None = None
+    ) -> None:
+        call: Any = place
+        if place is None:
+            frame = frame_of_user()
+            file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            place = file or "<unknown>", line
+            call = (*place, -1 if frame is None else frame.f_lasti)  # a line may hold several
         name = getattr(function, "__name__", str(function))
-        line = linecache.getline(*place).strip()
-        text = (
+        code = linecache.getline(*place).strip()
+        self._place, self._call = place, (call, name)
+        self._text = (
             f"{name} reads memory that it writes: an operand of shape "
             f"{overlap.operand} overlaps what is written, of shape "
-            f"{overlap.written}{f', in `{line}`' if line else ''}. torchguard has "
+            f"{overlap.written}{f', in `{code}`' if code else ''}. torchguard has "
             "copied it first; PyTorch may compute another result. Write `operand.clone()`"
         )
-        _texts[place] = text, {}
-    return place, *_texts[place]
+
+    def warn(self) -> None:
+        """Warn, once per call of the program unless filters say otherwise.
+
+        Whether it is an error is what ``warnings`` finds: filters may belong to a context.
+        https://docs.python.org/3/library/warnings.html#concurrent-safety-of-context-managers
+        """
+        if is_trial():
+            return
+        text, registry = _said.setdefault(self._call, (self._text, {}))
+        if registry.keys() <= {"version"}:  # a loop may come with other shapes, and says it once
+            text = self._text
+            _said[self._call] = text, registry
+        try:
+            warnings.warn_explicit(text, OverlapWarning, *self._place, registry=registry)
+        except OverlapWarning:
+            raise OverlapWarning(self._text) from None
+
+    def record(self) -> None:
+        """Count the event."""
+        record("overlap", "overlap", self._text, where=f"{self._place[0]}:{self._place[1]}")
 
 
 # ---- a graph ----
@@ -103,10 +100,10 @@ class _Reference(fx.Interpreter):
         args, kwargs, overlap = separated(function, args, kwargs)
         if overlap is None or not self.warns:
             return getattr(self, n.op)(n.target, args, kwargs)
-        if is_error(function, overlap, place):
-            warn_of(function, overlap, place)  # before anything is written
+        said = Said(function, overlap, place)
+        said.warn()  # before anything is written: it may be an error
         result = getattr(self, n.op)(n.target, args, kwargs)
-        warn_of(function, overlap, place)
+        said.record()
         return result
 
 

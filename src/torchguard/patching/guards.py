@@ -10,8 +10,6 @@ from functools import partial
 from types import BuiltinFunctionType
 from typing import Any, Literal
 
-import torch
-
 from torchguard._torch import (
     DYNAMO,
     has_python_out,
@@ -121,7 +119,7 @@ _RESIZE: patch.Replacements = {
 }
 
 
-_OUT_NAMESPACES = (torch, torch.linalg, torch.special, torch.fft, torch.nn.functional)
+_OUT_NAMESPACES = overlap.NAMESPACES
 
 # What torch.norm, torch.tensordot and torch.chain_matmul, written in Python, hand
 # their out to. (torch.nn.functional.normalize hands it to torch.div.)
@@ -133,7 +131,7 @@ def _out_replacements() -> patch.Replacements:
         f"{namespace.__name__}.{name}"
         for namespace in _OUT_NAMESPACES
         for name, value in sorted(vars(namespace).items())
-        if not name.startswith("_")
+        if not name.startswith("__")
         and isinstance(function := original_of(value), BuiltinFunctionType)
         and has_python_out(function)
     ]

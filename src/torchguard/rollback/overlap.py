@@ -30,7 +30,8 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.mutation import DUNDERS, writes_of
 from torchguard.equivalence.operands import PLAIN, are_apart, is_elementwise, separated
-from torchguard.equivalence.reference import is_error, warn_of
+from torchguard.equivalence.reference import Said
+from torchguard.errors import OverlapWarning
 
 SWITCH = patch.Switch()
 """Whether the guard "overlap" is on."""
@@ -67,11 +68,15 @@ def computed(
         given, named, overlap = separated(function, args, kwargs)
     if overlap is None:
         return call(*given, **named)
-    if is_error(function, overlap):
+    said = Said(function, overlap)
+    try:
+        said.warn()
+    except OverlapWarning:
         _call_with_copies(function, given, named)  # a call that PyTorch refuses raises here
-        warn_of(function, overlap)
+        said.record()
+        raise
     result = call(*given, **named)
-    warn_of(function, overlap)
+    said.record()
     return result
 
 
@@ -215,6 +220,6 @@ def replacements() -> patch.Replacements:
             function = original_of(value)
             if isinstance(function, BuiltinFunctionType) and not name.startswith("__"):
                 writes_it = writes_of(function) is not None and _reads_others(name)
-                if writes_it or has_python_out(function) or name.endswith("_copy"):
+                if writes_it or has_python_out(function):
                     found[f"{module.__name__}.{name}"] = guard_function if writes_it else guard_out
     return found

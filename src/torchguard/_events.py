@@ -28,6 +28,7 @@ from torchguard.errors import TorchGuardWarning
 
 Kind = Literal[
     "rolled_back",
+    "rollback_failed",
     "overlap",
     "out_of_range",
     "miscompiled",

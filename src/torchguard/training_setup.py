@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchguard._events import record, warn_user
-from torchguard._torch.eager import call_unseen, call_with_grad, has_own_dispatch
+from torchguard._torch.eager import call_unseen, call_with_grad, has_own_dispatch, has_scaled
 from torchguard.errors import TrainingSetupWarning
-from torchguard.state.training import Modules
+from torchguard.state.training import TrainingState
 
 _SHOWN = 3  # names
 _ELEMENTS = 1024  # of a parameter, by which a step is seen to move it
@@ -83,93 +83,149 @@ def _named(models: Iterable[nn.Module], parameters: Sequence[Tensor]) -> str:
 
 
 class FirstSteps:
-    """Looks at the first two steps of an optimizer."""
+    """Looks at the first two steps of an optimizer; runs none of the program's code."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizer: Optimizer) -> None:
-        self._models, self._optimizer = models, optimizer
+    def __init__(
+        self, models: Sequence[nn.Module], optimizer: Optimizer, scaler: Any = None
+    ) -> None:
+        self._models, self._optimizer, self._scaler = models, optimizer, scaler
         self._steps = 0
-        self._before: list[tuple[Tensor, Any, Tensor]] = []
-        """Parameters, their group, and some of their elements before the first step."""
+        self._before: list[_Sampled] = []
         self._added_to: list[bool] = []
         """For each gradient that was added to a parameter, whether the last step's was there."""
         self._watched: Any = None
         """The node and the hook that note it: autograd makes a new node if nothing holds one."""
 
     def before_step(self) -> None:
-        """Keep a sample of each parameter; warn if ``train()`` would freeze some of them."""
+        """Keep a sample of each parameter."""
         if self._steps == 0 and not self._before:
-            unfrozen: list[Tensor] = []
             with contextlib.suppress(Exception):  # a check must not end a training
-                self._before = call_unseen(self._samples)
-                unfrozen = self._frozen_by_train()
-            if unfrozen:
-                warn_of_setup(
-                    "transaction",
-                    f"model.train() freezes {_named(self._models, unfrozen)}, and was not called "
-                    "before the first step",
-                )
-
-    def _frozen_by_train(self) -> list[Tensor]:
-        """Return the parameters that a ``train()`` of the program's own freezes if it is called."""
-        modules = [each for model in self._models for each in model.modules()]
-        own = [m for m in modules if m.training and type(m).train is not nn.Module.train]
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
-        trained = [p for p in held if p.requires_grad] if own else []
-        before = Modules(modules).snapshot()
-        try:
-            for each in own:
-                each.train()
-            return [p for p in trained if not p.requires_grad]
-        finally:
-            before.restore()
-            for parameter in trained:
-                parameter.requires_grad_()
-
-    def _samples(self) -> list[tuple[Tensor, Any, Tensor]]:
-        groups = self._optimizer.param_groups
-        return [(p, g, _sample(p)) for g in groups for p in g["params"] if _is_plain(p)]
+                self._before = call_unseen(_sampled, self._optimizer)
 
     def after_step(self) -> bool:
         """Warn of what is wrong, and return whether this was the second step."""
-        found: list[str] = []
+        found: list[str | None] = []
         with contextlib.suppress(Exception):
-            found += call_unseen(lambda: list(self._find()))
-        for text in found:
+            found = call_unseen(self._look)
+        for text in filter(None, found):
             warn_of_setup("transaction", text)
         return self._steps > 1
 
-    def _find(self) -> Iterator[str]:
+    def _look(self) -> list[str | None]:
         if getattr(self._optimizer, "found_inf", False):
-            return  # a fused kernel has skipped the step
+            return []  # a fused kernel has skipped the step
         self._steps += 1
-        name = type(self._optimizer).__name__
-        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
-        without = [p for p in trained if p.requires_grad and p.grad is None]
-        if without and self._steps == 1:
-            yield (
-                f"the first step of {name} had no gradient for {_named(self._models, without)}. "
-                "If no batch uses them, freeze them or leave them out of the optimizer"
-            )
-        visible = [each for each in self._before if _has_to_move(*each)]
-        stuck = [p for p, _, before in visible if torch.equal(_sample(p), before)]
-        # Some optimizers (SOAP) move nothing in their first step.
-        if stuck and (self._steps > 1 or len(stuck) < len(visible)):
-            self._before = []
-            yield f"{name}.step() did not move {_named(self._models, stuck)}; they have a gradient"
-        if self._steps > 1:
-            if self._watched is not None:
-                self._watched[1].remove()
-            if self._added_to and all(self._added_to):
-                yield (
-                    f"the gradients that {name} has used in its first step were not cleared before "
-                    "those of the second were added: call zero_grad() in each step"
-                )
+        is_first = self._steps == 1
+        stuck = unmoved(self._models, self._optimizer, self._before, is_first=is_first)
+        if is_first:
+            without = missing_gradients(self._models, self._optimizer)
+            self._before = [] if stuck else self._before
+            self._watched = _watch_one(self._optimizer, self._added_to)
+            return [without, stuck, unscaled(self._scaler, self._optimizer)]
+        if self._watched is not None:
+            self._watched[1].remove()
+        return [stuck, uncleared(self._optimizer, self._added_to)]
+
+
+def missing_gradients(models: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
+    """Say which parameters have no gradient in the first step."""
+    without = [p for p in _parameters(optimizer) if p.requires_grad and p.grad is None]
+    if not without:
+        return None
+    return (
+        f"the first step of {type(optimizer).__name__} had no gradient for "
+        f"{_named(models, without)}. If no batch uses them, freeze them or leave them out of the "
+        "optimizer"
+    )
+
+
+def unscaled(scaler: Any, optimizer: Optimizer) -> str | None:
+    """Say that the transaction was given a GradScaler that has scaled no loss."""
+    if scaler is None or has_scaled(scaler) or not scaler.is_enabled():
+        return None
+    return (
+        f"{type(optimizer).__name__} has stepped, and the GradScaler has scaled no loss: write "
+        "scaler.scale(loss).backward() and scaler.step(optimizer), or leave out scaler="
+    )
+
+
+_Sampled = tuple[Tensor, Any, Tensor]
+"""A parameter, its group, and some of its elements before the first step."""
+
+
+def unmoved(
+    models: Sequence[nn.Module], optimizer: Optimizer, before: list[_Sampled], *, is_first: bool
+) -> str | None:
+    """Say which parameters have a gradient and are where they were before the first step."""
+    visible = [each for each in before if _has_to_move(*each)]
+    stuck = [p for p, _, elements in visible if torch.equal(_sample(p), elements)]
+    # Some optimizers (SOAP) move nothing in their first step.
+    if not stuck or (is_first and len(stuck) == len(visible)):
+        return None
+    name = type(optimizer).__name__
+    return f"{name}.step() did not move {_named(models, stuck)}; they have a gradient"
+
+
+def uncleared(optimizer: Optimizer, added_to: list[bool]) -> str | None:
+    """Say that gradients of the second step were added to those of the first, if all were."""
+    if not added_to or not all(added_to):
+        return None
+    return (
+        f"the gradients that {type(optimizer).__name__} has used in its first step were not "
+        "cleared before those of the second were added: call zero_grad() in each step"
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _sampled(optimizer: Optimizer) -> list[_Sampled]:
+    groups = optimizer.param_groups
+    return [(p, g, _sample(p)) for g in groups for p in g["params"] if _is_plain(p)]
+
+
+def _watch_one(optimizer: Optimizer, added_to: list[bool]) -> Any:
+    """Watch the last of the smallest: near the loss, or one that model.zero_grad() can't reach."""
+    for each in sorted(filter(_is_plain, reversed(_parameters(optimizer))), key=Tensor.numel):
+        if each.grad is not None and _is_plain(each.grad) and bool(each.grad.any()):
+            return _watch(each, added_to)
+    return None
+
+
+class StepsOutside:
+    """Looks for a loop that steps outside of its blocks, until a block of it has stepped."""
+
+    def __init__(self) -> None:
+        self.are_looked_for = True
+        self._is_after_a_block = False
+        """Whether the last block has not stepped, and no step came since."""
+        self._found = 0
+        self._is_said = False
+
+    def block_ends(self, *, stepped: bool) -> None:
+        """Note the end of a block that has not raised."""
+        self.are_looked_for = self.are_looked_for and not stepped
+        self._is_after_a_block = True
+
+    def step_ends(self, training: TrainingState, optimizer: Optimizer) -> None:
+        """Note a step while no block of its transaction is open."""
+        if not self._is_after_a_block or not training.shares_parameters(optimizer, modules=False):
             return
-        # The last of the smallest: near the loss, or a scale that model.zero_grad() does not know.
-        for each in sorted(filter(_is_plain, reversed(trained)), key=Tensor.numel):
-            if each.grad is not None and _is_plain(each.grad) and bool(each.grad.any()):
-                self._watched = _watch(each, self._added_to)
-                return
+        self._is_after_a_block = False
+        self._found += 1
+        if self._found > 1:  # the first may be of a warm-up
+            self.say_once(
+                f"{type(optimizer).__name__} steps outside of the block, so the transaction "
+                "guards nothing: move backward and optimizer.step() into `with step:`"
+            )
+
+    def say_once(self, text: str) -> None:
+        """Warn of steps that the transaction does not guard."""
+        self.are_looked_for = False
+        if not self._is_said:
+            self._is_said = True
+            warn_of_setup("transaction", text)
 
 
 def _watch(parameter: Tensor, added_to: list[bool]) -> Any:

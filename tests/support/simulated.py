@@ -182,6 +182,27 @@ def _hooks_otherwise(optimizer: Any) -> None:
     optimizer.Optimizer.profile_hook_step = staticmethod(profile_hook_step)
 
 
+def _hooks_of_an_object(optimizer: Any) -> None:
+    """An object, which has no code of its own, stands around each step and calls the hooks."""
+
+    class Around:
+        def __init__(self, step: Any) -> None:
+            self.step = step
+
+        def __get__(self, this: Any, kind: Any = None) -> Any:
+            return self if this is None else functools.partial(self, this)
+
+        def __call__(self, this: Any, *args: Any, **kwargs: Any) -> Any:
+            for hook in optimizer._global_optimizer_pre_hooks.values():
+                hook(this, (this, *args), kwargs)
+            result = self.step(this, *args, **kwargs)
+            for hook in optimizer._global_optimizer_post_hooks.values():
+                hook(this, (this, *args), kwargs)
+            return result
+
+    optimizer.Optimizer.profile_hook_step = staticmethod(Around)
+
+
 _CHECKPOINT = "torch.utils.checkpoint"
 _GENERATOR = f"{_CHECKPOINT}._checkpoint_without_reentrant_generator"
 
@@ -293,6 +314,9 @@ COMPILED: dict[str, Callable[[], None]] = {
     "a local of the generator of checkpoint() is renamed": lambda: _local_renamed("new_frame"),
     "step() calls no global hooks": lambda: _no_global_hooks(sys.modules["torch.optim.optimizer"]),
     "step() is wrapped otherwise": lambda: _hooks_otherwise(sys.modules["torch.optim.optimizer"]),
+    "step() is wrapped by an object": lambda: _hooks_of_an_object(
+        sys.modules["torch.optim.optimizer"]
+    ),
     "Adam._init_group is renamed": lambda: renamed(
         "torch.optim.Adam._init_group", callers="torch.optim.adam"
     ),

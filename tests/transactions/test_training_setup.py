@@ -366,3 +366,104 @@ def test_a_step_that_is_skipped_is_not_the_first() -> None:
         assert step._guarded.first_steps != {}
         assert said(lambda step=step, loss_of=loss_of: step.run(loss_of, X), 3) == []  # type: ignore[misc]
         assert step._guarded.first_steps == {}
+
+
+# ---- none of the program's code ----
+
+
+class OwnTrain(nn.Module):
+    """A ``train()`` of its own, which does something else besides."""
+
+    def __init__(self, does: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.log: list[int] = []
+        self.register_buffer("count", torch.zeros(()))
+        self.does = does
+
+    def train(self, mode: bool = True) -> Any:
+        self.does(self)
+        return super().train(mode)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.dropout(self.layer(x), 0.5, training=True)
+
+
+DOES: dict[str, Callable[[Any], Any]] = {
+    "draws": lambda self: torch.rand(()),
+    "appends": lambda self: self.log.append(1),
+    "counts": lambda self: self.count.add_(1),
+    "writes a weight": lambda self: self.layer.weight.data.mul_(0.5),
+    "raises": lambda self: 1 / len(self.log),
+    "adds a hook": lambda self: self.register_forward_hook(lambda *_: None),
+    "thaws": lambda self: self.layer.requires_grad_(False).requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_train_is_not_called(name: str) -> None:
+    ends = []
+    for guarded in (False, True):
+        torch.manual_seed(0)
+        model: Any = OwnTrain(lambda _: None)
+        model.does = DOES[name]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        block: Any = torchguard.transaction(model, optimizer) if guarded else None
+        for _ in range(3):
+            with block or contextlib.nullcontext():
+                model(X).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        hooks = len(model._forward_hooks)
+        ends.append([model.layer.weight.tolist(), model.log, model.count.item(), hooks])
+    assert ends[0] == ends[1]
+
+
+# ---- a scaler ----
+
+
+def scaled(scaler: Any, loss: Any, optimizer: Any) -> None:
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def not_scaled(_: Any, loss: Any, optimizer: Any) -> None:
+    loss.backward()
+    optimizer.step()
+
+
+def unscaled_by_hand(scaler: Any, loss: Any, optimizer: Any) -> None:
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    scaler.update()
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "is_said"),
+    [
+        (not_scaled, {}, True),
+        (not_scaled, {"enabled": False}, False),
+        (scaled, {}, False),
+        (scaled, {"enabled": False}, False),
+        (unscaled_by_hand, {}, False),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_scales_no_loss_is_said_once(
+    way: Any, options: Any, is_said: bool, fused: bool
+) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, **options)
+    step = torchguard.transaction(model, optimizer, scaler)
+
+    def train() -> None:
+        with step:
+            way(scaler, model(X).square().mean(), optimizer)
+            optimizer.zero_grad()
+
+    found = said(train)
+    assert len(found) == is_said, found
+    assert all("the GradScaler has scaled no loss" in each for each in found)

@@ -43,7 +43,8 @@ def train(
     steps: list[Callable[[], Any]] = [first.step, second.step]
     if step_compiled:
         steps = [torch.compile(each, backend=counter) for each in steps]
-    block = torchguard.transaction(model, [first, second]) if guarded else nullcontext()
+    undo: Any = "copy" if step_compiled else "auto"
+    block = torchguard.transaction(model, [first, second], undo=undo) if guarded else nullcontext()
 
     def one_step(number: int, fails: str | None) -> None:
         def reach(place: str) -> None:
@@ -113,6 +114,112 @@ def test_a_step_that_fails_is_as_if_it_had_not_begun(failing: str, step_compiled
     if failing == "backward":
         bare, _ = train(guarded=False, failing=failing, step_compiled=step_compiled)
         assert not same(bare, clean)
+
+
+# ---- undo="auto" ----
+
+
+def whole(model: Any, optimizer: Any) -> Any:
+    def train() -> None:
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+
+    return torch.compile(train, backend="eager")
+
+
+def argument(_: Any, optimizer: Any) -> Any:
+    def step(each: Any) -> None:
+        each.step()
+
+    return functools.partial(torch.compile(step, backend="eager"), optimizer)
+
+
+Compiled = Callable[[Any, Any], Callable[[], Any]]
+WAYS: dict[str, Compiled] = {
+    "method": lambda _, o: torch.compile(o.step, backend="eager"),
+    "function": lambda _, o: torch.compile(lambda: (o.step(), None)[1], backend="eager"),
+    "argument": argument,
+    "whole step": whole,
+}
+
+
+class Own(torch.optim.Optimizer):
+    """Its step is one graph, unlike that of PyTorch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "of one's own": Own,
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_step_is_refused_before_it_writes(way: str, kind: str, warm: bool) -> None:
+    """Also one that was compiled before its transaction was made. undo="copy" has it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    step = WAYS[way](model, optimizer)
+    other = nn.Linear(2, 2)
+    step_of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    other_block = torchguard.transaction(other, step_of_other)
+
+    def train(block: Any) -> None:
+        with block:
+            if way != "whole step":
+                model(batch(0)).square().mean().backward()
+            step()
+
+    if warm:
+        train(nullcontext())
+    block = torchguard.transaction(model, optimizer)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"is compiled.*undo='copy'"):
+            train(block)
+        assert torch.equal(model.weight, before)
+    assert block.stats().rollbacks == {"TypeError": 2}
+    del block
+    gc.collect()
+    copying = torchguard.transaction(model, optimizer, undo="copy")
+    for _ in range(2):
+        train(copying)
+        assert copying.committed
+        assert not torch.equal(model.weight, before)
+    # Nothing else in the process is another one for it.
+    with other_block:
+        other(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            other.weight.mul_(0.5)
+    assert not other_block.committed
+    with other_block:
+        step_of_other.step()
+        assert other_block._blocks[0].snapshot._copies is None
+    assert other_block.committed
+
+
+def test_a_compiled_step_of_ones_own_is_one_graph_beside_a_transaction_of_another() -> None:
+    torch._dynamo.reset()
+    model, other = nn.Linear(6, 2), nn.Linear(6, 2)
+    block = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = Own(other.parameters())
+    other(batch(0)).sum().backward()
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    assert block.stats().commits == 0
 
 
 def test_a_transaction_can_be_collected_while_another_step_is_compiled(

@@ -252,13 +252,8 @@ def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weigh
 
 
 @pytest.mark.parametrize(("fails", "files", "changes"), [(False, 8, 32), (True, 8, 60)])
-def test_the_walk_of_a_fused_step_does_not_grow(
-    fails: bool, files: int, changes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What other tests of this process have left: replacements of a scope that has ended, and the
-    # note that an optimizer's step was compiled, after which parameters are copied at entry.
-    torchguard.uninstall()
-    monkeypatch.setattr("torchguard.transactions.block._compiled", False)
+def test_the_walk_of_a_fused_step_does_not_grow(fails: bool, files: int, changes: int) -> None:
+    torchguard.uninstall()  # replacements of a scope that has ended, which other tests have left
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     step = torchguard.transaction(model, optimizer)
@@ -328,12 +323,76 @@ def test_a_checkpoint_inside_of_a_block_is_refused(tmp_path: Path) -> None:
         other = threading.Thread(target=torchguard.save, args=({}, tmp_path / "other.pt"))
         other.start()
         other.join()
+        refused: list[BaseException] = []
+
+        def take() -> None:
+            try:
+                made.step.state_dict()
+            except torchguard.errors.SaveError as error:
+                refused.append(error)
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        assert len(refused) == 1
         for call in (made.step.state_dict, lambda: made.step.load_state_dict(state)):
             with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
                 call()
         made.optimizer.step()
     assert [each.name for each in tmp_path.iterdir()] == ["other.pt"]
     torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
+
+
+Saved = Callable[[Any], Any]
+LIVE: dict[str, Saved] = {
+    "state of the model": lambda made: made.model.state_dict(),
+    "one parameter": lambda made: made.model[0].weight.data,
+    "a view of it": lambda made: [made.model[0].weight.detach()[:1]],
+    "a buffer": lambda made: {"mean": made.model[1].running_mean},
+    "the model": lambda made: made.model,
+    "the optimizer's state": lambda made: {"epoch": 1, "optimizer": made.optimizer.state_dict()},
+    "a state that was taken before the block": lambda made: made.taken,
+}
+APART: dict[str, Saved] = {
+    "copies": lambda made: copy.deepcopy(made.model.state_dict()),
+    "another model": lambda _: nn.Linear(2, 2).state_dict(),
+    "numbers": lambda _: {"epoch": 3},
+    "a frozen model in the same process": lambda made: made.frozen,
+}
+
+
+@pytest.mark.parametrize("what", [*LIVE, *APART])
+def test_another_thread_saves_copies_of_what_a_block_trains(what: str, tmp_path: Path) -> None:
+    made: Any = Setup()
+    made.frozen = nn.Linear(2, 2).requires_grad_(False)
+    with made.step:
+        made.backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    made.taken = made.step.state_dict()
+    raised: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            torchguard.save({**LIVE, **APART}[what](made), tmp_path / "saved.pt")
+        except torchguard.errors.SaveError as error:
+            raised.append(error)
+
+    def in_a_thread(call: Callable[[], None]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    with made.step:
+        made.backward()
+        in_a_thread(save)
+        made.optimizer.step()
+    assert [*tmp_path.iterdir()] == ([] if what in LIVE else [tmp_path / "saved.pt"])
+    assert all("another thread is inside a block" in str(each) for each in raised)
+    assert bool(raised) == (what in LIVE)
+    raised.clear()
+    in_a_thread(save)
+    assert not raised
 
 
 def test_what_is_written_wrong_is_named() -> None:

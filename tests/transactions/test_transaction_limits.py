@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchguard
+from support.child_process import run_python
 
 
 def setup() -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -40,6 +41,7 @@ def test_what_cannot_be_undone_or_understood_is_refused() -> None:
     refused(TypeError, "model is of type int", 3, optimizer)
     refused(TypeError, "scaler is of type StepLR.*scheduler=", model, optimizer, scheduler)
     refused(TypeError, "LBFGS", model, torch.optim.LBFGS(model.parameters()))
+    refused(TypeError, "scaler has 2 GradScalers, expected one", model, optimizer, [scaler] * 2)
     unseen = Unseen(model.parameters())
     refused(TypeError, r"Unseen.step\(\) calls no hooks of torch.optim", model, unseen)
     refused(ValueError, "no shape yet", nn.LazyLinear(1), optimizer)
@@ -67,6 +69,37 @@ def test_several_modules_and_optimizers_may_be_any_iterable() -> None:
             models["first"][0].eval()  # type: ignore[index]
             raise KeyError
         assert models["first"][0].training  # type: ignore[index]
+
+
+@pytest.mark.parametrize("many", [list, tuple, iter])
+def test_one_scaler_in_a_list_is_taken(many: Any) -> None:
+    model, optimizer = setup()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    step = torchguard.transaction(model, optimizer, many([scaler]))
+    step.run(lambda x: model(x).square().mean(), torch.ones(1, 2))
+    assert step.committed
+    assert scaler.get_scale() == 2.0
+
+
+HOOKS = """
+import torch, torchguard
+from torch.optim import optimizer as o
+
+seen = []
+handles = [o.register_optimizer_step_pre_hook(lambda each, *_: seen.append(type(each).__name__)),
+           o.register_optimizer_step_post_hook(lambda each, *_: seen.append(type(each).__name__))]
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = torchguard.transaction(model, optimizer)
+assert seen == [], seen
+step.run(lambda x: model(x).mean(), torch.ones(1, 2))
+assert step.committed
+print(*seen)
+"""
+
+
+def test_hooks_of_the_program_see_no_optimizer_of_ours() -> None:
+    assert run_python(HOOKS).stdout.split() == ["SGD", "SGD"]
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -201,6 +201,80 @@ def test_buffers_that_forward_assigns_or_resizes_go_back(fused: bool) -> None:
     assert ends[0] == ends[1]
 
 
+# ---- several optimizers ----
+
+
+def two_models() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[nn.Module]]:
+    models: list[Any] = [
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)) for _ in range(2)
+    ]
+    return models, [torch.optim.Adam(m.parameters()) for m in models], [m[1] for m in models]
+
+
+def two_parts() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[nn.Module]]:
+    """Of one model; a norm has no parameters of its own."""
+    parts: list[Any] = [
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=i > 0), nn.Linear(3, 1))
+        for i in range(2)
+    ]
+    whole = nn.ModuleList(parts)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(part.parameters(), lr=0.1) for part in parts
+    ]
+    whole.register_buffer("seen", torch.zeros(()))
+    return parts, optimizers, [part[1] for part in parts]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), ()])
+@pytest.mark.parametrize("make", [two_models, two_parts])
+def test_statistics_go_back_with_the_weights_that_were_not_moved(
+    make: Any, bad: tuple[int, ...], order: tuple[int, int]
+) -> None:
+    """Whichever steps first, and whether both run forward before the first step."""
+    for together in (False, True):
+        torch.manual_seed(0)
+        models, optimizers, norms = make()
+        step = torchguard.transaction(models, optimizers, skip_nonfinite=True)
+        before = [model[0].weight.detach().clone() for model in models]
+        losses: dict[int, Any] = {}
+
+        def forward(i: int, models: Any = models, losses: Any = losses) -> None:
+            losses[i] = models[i](torch.randn(6, 3)).square().mean() * (NAN if i in bad else 1.0)
+
+        with step:
+            for i in order if together else ():
+                forward(i)
+            for i in order:
+                if not together:
+                    forward(i)
+                losses[i].backward()
+                optimizers[i].step()
+                optimizers[i].zero_grad()
+        moved = [not torch.equal(b, m[0].weight) for b, m in zip(before, models, strict=True)]
+        assert moved == [i not in bad for i in range(2)]
+        assert [bool(norm.num_batches_tracked) for norm in norms] == moved
+        assert step.stats().skipped == len(bad)
+
+
+def test_a_model_that_two_optimizers_share_goes_back_if_both_are_skipped() -> None:
+    """As Muon and AdamW share one."""
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1)
+        rest = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2])
+        step = torchguard.transaction(model, [matrices, rest], skip_nonfinite=True)
+        with step:
+            (model(torch.randn(4, 3)).square().mean() * NAN).backward()
+            if not bad:
+                for each in rest.param_groups[0]["params"]:
+                    each.grad = torch.ones_like(each)
+            matrices.step()
+            rest.step()
+        assert bool(model.get_buffer("1.num_batches_tracked")) is not bad
+
+
 def test_autograd_sees_what_forward_has_written_to_a_buffer() -> None:
     model, optimizer, step = training("SGD")
     buffer = model.get_buffer("1.running_mean")

@@ -209,6 +209,16 @@ hooked.register_comm_hook(None, lambda state, bucket: bucket)
 result["hook"] = refused(hooked)
 table = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
 result["sparse"] = refused(table)
+static = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+result["static"] = refused(static)
+plain = copy.deepcopy(static.module)
+for each in (static, plain):  # it trains without the transaction
+    optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+    for number in range(3):
+        each(torch.ones(1, 2) * number).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+result["trained"] = [torch.equal(*pair) for pair in zip(static.parameters(), plain.parameters())]
 print(json.dumps(result))
 """
 
@@ -257,3 +267,5 @@ def test_what_would_leave_a_rank_waiting_is_refused(results: list[dict[str, Any]
         assert "1 is a SyncBatchNorm, which communicates in its forward" in result["sync norm"]
         assert "communication hook" in result["hook"]
         assert "module.0 has sparse=True" in result["sparse"]
+        assert "leave out static_graph=True" in result["static"]
+        assert result["trained"] == [True, True]

@@ -180,11 +180,14 @@ def is_kept_whole(function: object) -> bool:
     return any(function is each for each in _kept_whole)
 
 
-def mark_untraced(function: Callable[..., Any]) -> None:
-    """Let Dynamo break its graph at a call of this function, by the mark of ``disable``."""
+def mark_untraced(function: Callable[..., Any], why: str | None = None) -> None:
+    """Let Dynamo break its graph at a call of this function, by the mark of ``disable``.
+
+    Its error says ``why``, if it must not break the graph.
+    """
     # The wrapper of torch.compiler.disable would cost each call some microseconds.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = why or (  # type: ignore[attr-defined]
         "torchguard.bucketed pads outside of what is compiled, and compiles each bucket itself: "
         "pass compile={...} to bucketed in place of torch.compile around it"
     )

@@ -515,11 +515,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step()`` calls the hooks of :func:`register_optimizer_step_pre_hook`."""
     # Optimizer.__init__ puts them around the step of the class, and marks it `hooked`.
     step: Any = type(optimizer).step
-    return getattr(step, "hooked", False) or getattr(step, "__code__", None) is _around_step
+    code = getattr(step, "__code__", None)
+    return getattr(step, "hooked", False) or (code is not None and code is _around_step)
 
 
 # The code of what stands around every step: one object for all classes.
-_around_step = private("optim.Optimizer.profile_hook_step", lambda f: f)(lambda *_: None).__code__
+_around_step = getattr(
+    private("optim.Optimizer.profile_hook_step", lambda f: f)(lambda *_: None), "__code__", None
+)
 
 
 def steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
@@ -533,7 +536,7 @@ def steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
     return count
 
 
-def call_while_tracing(function: Callable[[], int]) -> None:
+def call_while_tracing(function: Callable[..., int]) -> None:
     """Let Dynamo call a function while it traces a call of it; its result is a constant then.
 
     As ``torch.compiler.assume_constant_result`` does, which imports Dynamo first.
@@ -582,6 +585,11 @@ def scale_version(scaler: Any) -> int:
     """Return a number that ``update()`` of a GradScaler moves on."""
     scale = getattr(scaler, "_scale", None)  # None before it has a scale, whose number is 0
     return (version_of(scale) or 0) if isinstance(scale, torch.Tensor) else 0
+
+
+def has_scaled(scaler: Any) -> bool:
+    """Whether a GradScaler has ever scaled a loss: it makes its scale then."""
+    return getattr(scaler, "_scale", scaler) is not None
 
 
 def per_optimizer_states(scaler: Any) -> dict[int, dict[str, Any]] | None:

@@ -15,6 +15,7 @@ from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.errors import SaveError
+from torchguard.state.containers import tensors_in
 from torchguard.state.process import refuse_inside_step
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
@@ -51,7 +52,8 @@ def save(
 
     Raises:
         SaveError: the folder of ``f`` takes no new file, PyTorch's writer stopped before the end of
-            the file, or this thread is inside of a block of :func:`transaction`: half a step.
+            the file, or this thread is inside of a block of :func:`transaction`: half a step. So is
+            what another thread saves of the tensors that the block trains; copies are not.
 
     Upstream: https://github.com/pytorch/pytorch/issues/2883,
     https://github.com/pytorch/pytorch/issues/144657
@@ -66,7 +68,7 @@ def save(
         >>> torchguard.load(path)
         {'weight': tensor([1., 1.])}
     """
-    refuse_inside_step("save")
+    refuse_inside_step("save", lambda: [tensor for _, tensor in tensors_in(obj, "", {})])
     save = guard_save(patch.original("torch.save"), fsync=fsync)
     save(obj, f, pickle_module, pickle_protocol, **options)
 

@@ -32,6 +32,7 @@ import torch
 from torch.amp.autocast_mode import is_autocast_available
 
 from torchguard._events import warn_user
+from torchguard._torch.eager import storage_key
 from torchguard.errors import SaveError
 
 # ---- signals ----
@@ -342,14 +343,40 @@ def _generators_on(kind: str, module: Any) -> dict[str, Access]:
 
 # ---- training steps ----
 
-open_steps: dict[int, int] = {}
-"""The threads of the open blocks of ``transaction()``, by the id of the block."""
+_Tensors = Callable[[], Iterable[torch.Tensor]]
+open_steps: dict[int, tuple[int, _Tensors]] = {}
+"""Of the open blocks of ``transaction()``, by id: the thread, and what returns the tensors that the
+step writes."""
 
 
-def refuse_inside_step(function: str) -> None:
-    """Raise if this thread is inside of a block of ``transaction()``."""
-    if threading.get_ident() in open_steps.values():
+def refuse_inside_step(function: str, saved: _Tensors = tuple) -> None:
+    """Raise if this thread is inside of a block of ``transaction()``.
+
+    Or if another thread is, whose step writes the memory of tensors that are saved here.
+    """
+    others: list[torch.Tensor] = []
+    for thread, tensors in tuple(open_steps.values()):
+        if thread == threading.get_ident():
+            raise SaveError(
+                f"{function}: called inside a block of transaction(), which is half a step "
+                "(BatchNorm has counted the batch, the model may not have stepped): save after the "
+                "block"
+            )
+        others += tensors()
+    if others and not _memory_of(saved()).isdisjoint(_memory_of(others)):
         raise SaveError(
-            f"{function}: called inside a block of transaction(), which is half a step (BatchNorm "
-            "has counted the batch, the model may not have stepped): save after the block"
+            f"{function}: another thread is inside a block of transaction() that writes these "
+            "tensors, so the file would hold half a step: copy them between two steps, and save "
+            "the copies"
         )
+
+
+def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return a number for each memory that tensors lie in, or for a tensor that says of none."""
+    found = set()
+    for tensor in tensors:
+        try:
+            found.add(storage_key(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # sparse, or of a class of its own
+            found.add(id(tensor))
+    return found

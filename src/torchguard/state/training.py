@@ -94,6 +94,26 @@ class TrainingState:
         inner = [group["params"] for each in self.inside for group in each.param_groups]
         return [each for each in chain(*inner) if id(each) not in own]
 
+    def shares_parameters(self, optimizer: Optimizer, *, modules: bool) -> bool:
+        """Whether another optimizer has a parameter of these, or with ``modules`` of those."""
+        own = {id(each) for group in self.groups() for each in group}
+        if modules:
+            own |= {id(p) for module in self.modules for p in module.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def changed_by_a_step(self) -> Iterator[Tensor]:
+        """Yield what a step writes: the optimizers' parameters and state, buffers, ``also``."""
+        yield from chain.from_iterable(self.groups())
+        for optimizer in self.all_optimizers():
+            yield from state_tensors(optimizer)
+        for module in self.modules:
+            yield from module.buffers()
+        for each in self.also:
+            if isinstance(each, nn.Module):
+                yield from (*each.parameters(), *each.buffers())
+            elif isinstance(each, Tensor):
+                yield each
+
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Take a snapshot; with ``parameters``, of those and the optimizers' state too."""
         # Else a TorchFunctionMode, such as that of a default device, sees each attribute read.
@@ -159,12 +179,20 @@ class BufferCopies:
         self._copies = concatenated(survey.flat_buffers)
         self._odd = [capture(each, data=True) for each in survey.other_buffers]
 
-    def restore(self) -> None:
-        """Restore them after a step that was skipped. Autograd sees what forward has written."""
+    def restore(self, keep: Sequence[nn.Module] = ()) -> None:
+        """Restore them after a step that was skipped. Autograd sees what forward has written.
+
+        The buffers of some modules are kept as they are.
+        """
+        kept = [capture(b, data=True) for module in keep for b in module.buffers(recurse=False)]
+        members_kept = set(map(id, chain.from_iterable(map(members_of, keep))))
         for members, before in self._survey.modules.members:
-            restore_container(members, before)
+            if id(members) not in members_kept:
+                restore_container(members, before)
         self._survey.metadata.restore(versions_of(self._survey.metadata.tensors))
         self.restore_elements()
+        for saved in kept:
+            saved.restore()
 
     def restore_elements(self) -> None:
         """Write the elements into the same tensors."""
@@ -204,9 +232,19 @@ class TrainingSnapshot:
             written = [t for each in optimizers for t in state_tensors(each)]
             self._copies = Elements([*self._survey.parameters, *written])
 
-    def parameters_moved(self) -> bool:
-        """Whether a parameter was written, by its version counter."""
-        return versions_of(self._survey.parameters) != self._versions
+    def has_written(self, optimizer: Optimizer) -> bool:
+        """Whether a parameter of an optimizer was written, by its version counter or its copy."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters, copies = self._survey.parameters, self._copies
+        versions = zip(parameters, self._versions, versions_of(parameters), strict=True)
+        if any(before != now and id(each) in held for each, before, now in versions):
+            return True
+        # PyTorch's fused kernels move no counter.
+        pairs = () if copies is None else zip(copies.plain, copies.copies, strict=True)
+        return any(
+            id(each) in held and not call_unseen(torch.equal, each, copied.to(each.device))
+            for each, copied in pairs
+        )
 
     def written(self) -> bool:
         """Whether parameters that were not copied were written, by their version counters."""
@@ -392,6 +430,29 @@ def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
     return same_tensors if compared_by_identity else same_one_by_one
 
 
+def optimizers_of(
+    modules: Iterable[nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[nn.Module, set[Optimizer]]:
+    """Return which optimizers train each module.
+
+    One without such parameters, as BatchNorm(affine=False), goes with the module around it, and
+    one in none with all of them.
+    """
+    held = {each: {id(p) for g in each.param_groups for p in g["params"]} for each in optimizers}
+    found: dict[nn.Module, set[Optimizer]] = {}
+
+    def visit(module: nn.Module, around: set[Optimizer]) -> None:
+        own = set(map(id, module.parameters()))
+        owners = {each for each in optimizers if not own.isdisjoint(held[each])} or around
+        found[module] = found.get(module, set()) | owners
+        for child in module.children():
+            visit(child, owners)
+
+    for module in modules:
+        visit(module, set(optimizers))
+    return found
+
+
 # ---- optimizers ----
 
 _STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
@@ -416,7 +477,7 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether ``step()`` is written in PyTorch, in a subclass of the program's too."""
     # Of the class: a scheduler has wrapped that of an instance.
     step: Any = type(optimizer).step
-    return str(step.__module__).startswith("torch.optim.")
+    return str(getattr(step, "__module__", "")).startswith("torch.optim.")
 
 
 _MOST = 1000

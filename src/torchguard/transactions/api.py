@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torchguard._public import public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
 from torchguard.state.training import TrainingState
-from torchguard.training_setup import FirstSteps, warn_of_parameters
+from torchguard.training_setup import FirstSteps, StepsOutside, warn_of_parameters
 from torchguard.transactions.block import Guarded, NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.step import Transaction
@@ -107,6 +107,9 @@ def transaction(
     optimizers = list(map(_innermost, _several("optimizer", optimizer)))
     scalers, schedulers = _several("scaler", scaler), _several("scheduler", scheduler)
     also = _several("also", also)
+    if len(scalers) > 1:
+        raise TypeError(f"transaction: scaler has {len(scalers)} GradScalers, expected one")
+    scaler = next(iter(scalers), None)
     if undo not in get_args(Undo):
         raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
     for each in models:
@@ -142,7 +145,8 @@ def transaction(
             schedulers=tuple(schedulers),
             gate=NonfiniteGate() if skip_nonfinite else None,
             ranks=None if group is None else Ranks(models, group),
-            first_steps={each: FirstSteps(models, each) for each in optimizers},
+            first_steps={each: FirstSteps(models, each, scaler) for each in optimizers},
+            outside=StepsOutside(),
             sharded=next(filter(None, map(_sharded, modules)), None),
         )
     )

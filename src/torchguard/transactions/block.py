@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from torchguard._events import record
 from torchguard._pytree import KeyPath
 from torchguard._torch import patch
-from torchguard._torch.dynamo import is_compiling_here
+from torchguard._torch.dynamo import is_compiling_here, mark_untraced
 from torchguard._torch.eager import (
     call_unseen,
     call_while_tracing,
@@ -41,9 +41,10 @@ from torchguard.state.training import (
     OptimizerSnapshot,
     TrainingState,
     is_of_torch,
+    optimizers_of,
     state_tensors,
 )
-from torchguard.training_setup import FirstSteps
+from torchguard.training_setup import FirstSteps, StepsOutside
 from torchguard.transactions.ranks import Ranks
 
 _NAME = "transaction"
@@ -63,6 +64,7 @@ class Guarded:
     ranks: Ranks | None
     first_steps: dict[Optimizer, FirstSteps]
     """Empty from the second step of each optimizer on."""
+    outside: StepsOutside
     kept: dict[Optimizer, Elements] = field(default_factory=dict)
     """Copies of an optimizer's last step, whose memory the next one uses again."""
     accumulation: BufferCopies | None = None
@@ -85,13 +87,13 @@ class Block:
     def __init__(self, guarded: Guarded) -> None:
         self.guarded = guarded
         self.modes = ThreadModes.capture()
-        parameters = guarded.undo == "copy" or (_compiled and guarded.undo == "auto")
-        self.snapshot = guarded.training.capture(parameters=parameters)
+        self.snapshot = guarded.training.capture(parameters=guarded.undo == "copy")
         self._scale = self._scale_now()
         self._scaler_at_step = Elements([])
         self._epochs = [getattr(each, "last_epoch", None) for each in guarded.schedulers]
         self._stepped: list[OptimizerStep] = []
         self._pending: OptimizerStep | None = None
+        self._skipped: set[Optimizer] = set()
         self._foreign: str | None = None
         self._signals: DeferredSignals | None = None
         """Those that wait from the first step to the end of the block."""
@@ -102,7 +104,8 @@ class Block:
 
     def open(self) -> None:
         """Let optimizers call this block."""
-        open_steps[id(self)] = threading.get_ident()
+        changed = self.guarded.training.changed_by_a_step
+        open_steps[id(self)] = threading.get_ident(), changed
         opened.append(self)
 
     # What the hooks of optimizers call.
@@ -159,7 +162,7 @@ class Block:
                 record("step_skipped", "transaction", f"a step of {name} was not finite")
                 if not is_of_torch(optimizer):
                     roll_back(pending.undo)  # another library's may count the step
-                self._first_buffers().restore()
+                self._restore_buffers(optimizer)
             guarded.gate.restore_gradients()
         self._pending = None
         self._stepped.append(pending)
@@ -173,10 +176,18 @@ class Block:
         if first is not None and first.after_step():
             del guarded.first_steps[optimizer]
 
-    def _first_buffers(self) -> BufferCopies:
-        """Return the buffers from the time when the gradients of this step began."""
-        began = self.guarded.accumulation
-        return began if began is not None and self.snapshot.has_gradients else self.snapshot.buffers
+    def _restore_buffers(self, skipped: Optimizer) -> None:
+        """Restore buffers to when the gradients of a step that was skipped began.
+
+        With several optimizers, those of modules whose every optimizer was skipped.
+        """
+        self._skipped.add(skipped)
+        training, began = self.guarded.training, self.guarded.accumulation
+        buffers = self.snapshot.buffers
+        if began is not None and self.snapshot.has_gradients:
+            buffers = began
+        owners = optimizers_of(training.modules, training.optimizers)
+        buffers.restore(keep=[m for m, those in owners.items() if not those <= self._skipped])
 
     def _is_last(self, optimizer: Optimizer) -> bool:
         steps = [*self._stepped, *filter(None, [self._pending])]
@@ -185,14 +196,13 @@ class Block:
         return stepped >= set(self.guarded.training.optimizers)
 
     def _note_unknown_optimizer(self, optimizer: Optimizer) -> None:
-        training = self.guarded.training
-        own = {id(each) for group in training.groups() for each in group}
-        own |= {id(p) for module in training.modules for p in module.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if self.guarded.training.shares_parameters(optimizer, modules=True):
             self._foreign = (
                 f"{type(optimizer).__name__}, which the transaction was not given, has stepped "
                 "over its parameters: pass every optimizer to transaction()"
             )
+            if self._pending is None and not _is_guarded(optimizer):
+                self.guarded.outside.say_once(self._foreign)
 
     # The end of the block.
 
@@ -206,6 +216,10 @@ class Block:
             self._pending.fail(exception)
         self._pending = None
 
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._stepped) or self._foreign is not None
+
     def all_have_stepped(self) -> bool:
         """Whether every optimizer has stepped."""
         return bool(self._stepped) and self._is_last(self._stepped[-1].optimizer)
@@ -216,12 +230,10 @@ class Block:
         A GradScaler calls no ``step()`` after an overflow: there it is ``update()`` that counts. Of
         a step that is compiled the writes are seen.
         """
-        guarded = self.guarded
-        return (
-            not guarded.training.optimizers
-            or self.all_have_stepped()
-            or self._scale_now() != self._scale
-            or (_compiled and self.snapshot.parameters_moved())
+        stepped = {step.optimizer for step in self._stepped}
+        return self._scale_now() != self._scale or all(
+            each in stepped or (id(each) in _compiled and self.snapshot.has_written(each))
+            for each in self.guarded.training.optimizers
         )
 
     def note_accumulation(self) -> None:
@@ -549,6 +561,9 @@ def watch(guarded: Guarded) -> None:
         patch.apply(_NAME, {"torch.cuda.CUDAGraph.replay": _note_replay})
     with patch.lock:  # other threads make transactions too, or collect their last one
         _alive.append(weakref.ref(guarded, _forget))
+        if any(id(each) in _compiled for each in guarded.training.optimizers):
+            while _watching:  # Dynamo traces a step again if it has other hooks
+                _watching.pop().remove()
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _watching.append(register_optimizer_step_post_hook(_after_step))
@@ -573,7 +588,10 @@ def _forget(_: object) -> None:
 
 @functools.cache
 def _try_hooks() -> None:
-    """Raise if on this torch ``optimizer.step()`` does not call its hooks."""
+    """Raise if on this torch ``optimizer.step()`` does not call its hooks.
+
+    It is not tried where other code has registered hooks, which would see an optimizer of ours.
+    """
 
     class Inner(Optimizer):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -583,16 +601,17 @@ def _try_hooks() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
 
-    options = {"lr": 0.0}  # hooks of other code see it too
-    probe = Outer(Inner([torch.zeros(1)], options).param_groups[0]["params"], options)
+    # Each puts the hooks around the step of its class.
+    _, probe = Inner([torch.zeros(1)], {}), Outer([torch.zeros(1)], {})
     nested: list[bool] = []
 
     def note(optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is probe:
-            nested.append(steps_on_stack(probe) > 1)
+        nested.append(steps_on_stack(optimizer) > 1)
 
     handles = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
     try:
+        if any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles):
+            return
         probe.step()
     finally:
         for handle in handles:
@@ -604,21 +623,20 @@ def _try_hooks() -> None:
         )
 
 
-_compiled = False
-"""Whether a compiled function has an optimizer's step in it."""
+_compiled: set[int] = set()
+"""The ids of optimizers whose step Dynamo has traced: it runs without the hooks."""
 
 
-def _note_compiled() -> int:
-    """Note that Dynamo traces a step: it will run without the hooks.
-
-    Called while tracing, so before the step: what it writes is copied now, and from the next block
-    on when the block begins.
-    """
-    global _compiled
-    _compiled = True
-    for block in tuple(opened):
-        block.snapshot.copy_parameters()
-    return 0
+def _note_compiled(number: int) -> bool:
+    """Note that Dynamo traces the step of an optimizer; return whether blocks refuse it."""
+    _compiled.add(number)
+    alive = [guarded for each in _alive if (guarded := each()) is not None]
+    return any(
+        number == id(optimizer)
+        for guarded in alive
+        if guarded.undo == "auto"
+        for optimizer in guarded.training.optimizers
+    )
 
 
 call_while_tracing(_note_compiled)
@@ -638,9 +656,24 @@ def _note_replay(original: Callable[..., Any]) -> Callable[..., Any]:
     return replay
 
 
+def _refuse_compiled(optimizer: Optimizer) -> None:
+    """Raise in a block that would copy what the step writes when it begins, which it can't see."""
+    for block in tuple(opened):
+        if block.guarded.undo == "auto" and optimizer in block.guarded.training.optimizers:
+            raise TypeError(
+                f"transaction: {type(optimizer).__name__}.step() is compiled, and compiled code "
+                "does not say when a step begins: pass transaction(..., undo='copy'), or leave "
+                "optimizer.step() out of torch.compile"
+            )
+
+
+mark_untraced(_refuse_compiled, "transaction() refuses compiled steps unless undo='copy'")
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
-        _note_compiled()
+        if _note_compiled(id(optimizer)):
+            _refuse_compiled(optimizer)
         return None
     for block in tuple(opened):
         args, kwargs = block.before_step(optimizer, args, kwargs)
@@ -650,6 +683,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 # PyTorch calls this if the step has gone through; it has no hook for a step that raises.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for block in tuple(opened):
-            block.after_step(optimizer)
+    if not torch.compiler.is_compiling() or _note_compiled(id(optimizer)):
+        _note_step(optimizer)
+
+
+def _note_step(optimizer: Optimizer) -> None:
+    for block in tuple(opened):
+        block.after_step(optimizer)
+    for each in tuple(_alive):
+        guarded = each()
+        if guarded is not None and guarded.outside.are_looked_for and not _is_guarded(optimizer):
+            guarded.outside.step_ends(guarded.training, optimizer)
+
+
+def _is_guarded(optimizer: Optimizer) -> bool:
+    """Whether a block is open whose transaction has an optimizer."""
+    return any(optimizer in block.guarded.training.all_optimizers() for block in tuple(opened))
+
+
+# Past its limit of recompilations Dynamo runs the one hook, and may still trace the other.
+mark_untraced(_note_step)

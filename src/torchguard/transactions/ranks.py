@@ -195,6 +195,11 @@ def _check(models: Sequence[DistributedDataParallel], parameters: Sequence[nn.Pa
             "train; pass the wrapped module as model="
         )
     for model in models:
+        if model.static_graph:
+            raise ValueError(
+                "transaction: group= runs forward and backward without communication, which a "
+                "DistributedDataParallel(static_graph=True) can't: leave out static_graph=True"
+            )
         for name, module in model.named_modules():
             is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             if is_table and module.sparse and module.weight.requires_grad:

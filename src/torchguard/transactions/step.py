@@ -189,9 +189,9 @@ class Transaction:
         ``torch.distributed.checkpoint``. Gradients are not in it: call it after a step.
 
         Raises:
-            SaveError: called inside a block, which is half a step.
+            SaveError: called inside a block, which is half a step, in this thread or another one.
         """
-        refuse_inside_step("step.state_dict()")
+        self._refuse_inside_step("step.state_dict()")
         counts = {"commits": self._commits, "part_size": self.part_size}
         return {**state_of(self._guarded), **counts}
 
@@ -207,9 +207,13 @@ class Transaction:
                 device that holds it, or was on a device that is not there.
             SaveError: called inside a block.
         """
-        refuse_inside_step("step.load_state_dict()")
+        self._refuse_inside_step("step.load_state_dict()")
         load(self._guarded, state)
         self._commits, self.part_size = state["commits"], state["part_size"]
+
+    def _refuse_inside_step(self, function: str) -> None:
+        """Raise if this thread is inside of a block, or another one trains the same tensors."""
+        refuse_inside_step(function, self._guarded.training.changed_by_a_step)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refuse to decorate: a step is a block."""
@@ -262,22 +266,28 @@ class Transaction:
         if exception is not None:
             close_checkpoints(exception)
             block.modes.restore()  # an interrupt may have come inside of torch.autocast or no_grad
-        block.settle(exception)  # also if the block has caught what optimizer.step() raised
+        try:
+            block.settle(exception)  # also if the block has caught what optimizer.step() raised
+        except UnrecoverableStepError as error:
+            record("rollback_failed", "transaction", str(error))
+            raise
         if exception is not None and not block.all_have_stepped():
             name = type(exception).__name__
+            if problems := block.roll_back():
+                text = f"the training step could not be rolled back: {'; '.join(problems)}"
+                record("rollback_failed", "transaction", text)
+                raise UnrecoverableStepError(text) from exception
             self._rollbacks[name] += 1
             record("rolled_back", "transaction", f"a training step was rolled back after {name}")
-            problems = block.roll_back()
-            if problems:
-                raise UnrecoverableStepError(
-                    f"the training step could not be rolled back: {'; '.join(problems)}"
-                ) from exception
             return
         if exception is not None:
             _add_note(exception, block.finish_step(exception))
         block.note_accumulation()
         self.committed = block.counts()
         self._commits += self.committed
+        outside = self._guarded.outside
+        if outside.are_looked_for:
+            outside.block_ends(stepped=self.committed or block.has_stepped())
 
 
 def _add_note(exception: BaseException, note: str) -> None:

@@ -32,6 +32,7 @@ Kind = Literal[
     "overlap",
     "out_of_range",
     "miscompiled",
+    "unverified",
     "padding_leak",
     "recompute_refused",
     "batch_halved",

@@ -51,6 +51,10 @@ class MiscompilationWarning(TorchGuardWarning):
     """A compiled graph did not do what eager does; the text says what runs instead."""
 
 
+class UnverifiedWarning(TorchGuardWarning):
+    """A compiled graph could not be checked; said once for each function, with the reason."""
+
+
 class TrainingSetupWarning(TorchGuardWarning):
     """A training is set up wrong: a parameter is not trained, gradients are not cleared."""
 

@@ -63,13 +63,11 @@ def test_random_states_of_torch_python_and_numpy_are_restored() -> None:
         first.append(draw())
         return [x + 1]
 
-    assert run(function, [torch.ones(2)]).random
+    run(function, [torch.ones(2)])
     run(function, [torch.ones(2)])
     undone(lambda x: function(x)[0], torch.ones(2))
     assert first[0] == first[1] == draw()
     assert first[2][1:] == first[0][1:]  # torch's own operators are deterministic there
-    # Only torch's numbers count: eager and compiled code draw those.
-    assert not run(lambda x: [x * random.random()], [torch.ones(2)]).random  # noqa: S311
 
 
 def test_autocast_neither_keeps_casts_nor_takes_kept_ones() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchguard.verification import report
+
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
@@ -21,8 +23,9 @@ def fresh_dynamo() -> Iterator[None]:
 def fresh_reports(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None
 ) -> Iterator[None]:
-    """Forget what was compiled; what ``verified`` writes goes to a folder of the test."""
+    """Forget what was compiled, and said; what ``verified`` writes goes to a folder of the test."""
     del fresh_dynamo
+    monkeypatch.setattr(report, "_unverified", set())
     monkeypatch.setenv("TORCHGUARD_REPRODUCERS", str(tmp_path / "reproducers"))
     # torch's own warning, of Python 3.13.0, would be counted with those of a wrong graph.
     known = hasattr(torch._dynamo.config, "issue_3_13_0_warning")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import MethodType
 from typing import Any
 
 import torch.utils.checkpoint
+
+from torchguard._torch.schemas import operator_name
 
 _MODULE = "torch.utils.checkpoint"
 _has_impl = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
@@ -22,6 +24,28 @@ REENTRANT = f"{_MODULE}.CheckpointFunction.forward"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 """By module that takes the generator into its own names, the path there."""
+
+
+def is_checkpoint(target: object) -> bool:
+    """Whether a node of a graph runs a block that the program has checkpointed."""
+    return operator_name(target) in {
+        "higher_order::tag_activation_checkpoint",
+        "higher_order::wrap_activation_checkpoint",
+    }
+
+
+def run_checkpointed(
+    block: torch.fx.GraphModule, function: Callable[..., Any], args: Any, options: dict[str, Any]
+) -> Any:
+    """Run the block of such a node as eager does: ``function`` is what runs its graph.
+
+    Run by itself, the operator draws other random numbers in its second run: it leaves the state of
+    the generators to the partitioner.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_higher_order_ops/wrap.py
+    """
+    context = block.meta.get("_checkpoint_context_fn")  # of selective checkpointing
+    given = options if context is None else {**options, "context_fn": context}
+    return torch.utils.checkpoint.checkpoint(function, *args, **{**given, "use_reentrant": False})
 
 
 def given_to(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], bool]:

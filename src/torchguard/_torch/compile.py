@@ -241,3 +241,9 @@ def inductor_draws_like_eager(backend: Callable[..., Any]) -> bool:
     """Whether inductor takes its random numbers from where eager does."""
     config = importlib.import_module("torch._inductor.config")
     return bool(inductor_options(backend).get("fallback_random", config.fallback_random))
+
+
+def inductor_records_cuda_graphs(backend: Callable[..., Any]) -> bool:
+    """Whether inductor records what runs on a GPU as CUDA graphs."""
+    config = importlib.import_module("torch._inductor.config")
+    return bool(inductor_options(backend).get("triton.cudagraphs", config.triton.cudagraphs))

@@ -287,6 +287,14 @@ def _unseen() -> Iterator[None]:
         yield
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, and this is part of it."""
+    return _node_of_backward() is not None
+
+
+_node_of_backward: Callable[[], Any] = private("_C._current_autograd_node", lambda: None)
+
+
 # ---- many tensors ----
 
 

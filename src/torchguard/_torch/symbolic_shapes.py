@@ -107,6 +107,45 @@ class SymbolicSizes:
         return ShapeFormula(self._symbols, tuple(map(_expression, leaves)), conditions, paths)
 
 
+class SymbolicInputs:
+    """Tensors without data whose sizes are symbols, for which something is compiled."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have one like each of these."""
+        shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+        source: Any = importlib.import_module("torch._dynamo.source")
+        # Else two sizes that are equal now are one symbol.
+        self._shapes: Any = shapes.ShapeEnv(duck_shape=False)
+        mode = fake.FakeTensorMode(shape_env=self._shapes)
+        self.fakes = [
+            mode.from_tensor(
+                tensor,
+                source=source.ConstantSource(f"input_{place}"),
+                symbolic_context=shapes.StatelessSymbolicContext(
+                    dynamic_sizes=[shapes.DimDynamic.DYNAMIC] * tensor.dim()
+                ),
+            )
+            for place, tensor in enumerate(tensors)
+        ]
+
+    def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether what was compiled holds for these tensors."""
+        sizes: dict[Any, int] = {}
+        pairs: list[tuple[Any, int]] = []
+        for fake, tensor in zip(self.fakes, tensors, strict=True):
+            expressions = [_expression(each) for each in (*fake.shape, *fake.stride())]
+            pairs += zip(expressions, (*tensor.shape, *tensor.stride()), strict=True)
+            sizes.update(
+                (expression, size)
+                for expression, size in zip(expressions, tensor.shape, strict=False)
+                if getattr(expression, "is_symbol", False)
+            )
+        return all(_value(expression, sizes) == size for expression, size in pairs) and all(
+            _value(guard.expr, sizes) is True for guard in self._shapes.guards
+        )
+
+
 def _expression(leaf: Any) -> Any:
     """Return the expressions for a tensor's sizes, that of an integer, or None."""
     if isinstance(leaf, torch.Tensor):

@@ -132,7 +132,7 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     What multiprocessing sends such a process first is a dictionary; an entry of that which
     installs when it is unpickled comes before the program's own imports.
     """
-    from torchguard.patching.environment import is_off  # noqa: PLC0415 - imports torch, in seconds
+    from torchguard._environment import is_off  # noqa: PLC0415 - imports torch, in seconds
     from torchguard.patching.install import install  # noqa: PLC0415 - likewise
 
     install(*guards)

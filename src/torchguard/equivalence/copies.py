@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from torchguard._torch import (
-    TorchDispatchMode,
     base_of,
     has_own_dispatch,
     set_lazy_bits,
@@ -216,12 +215,14 @@ def run_on_copies(
     change: Change | None = None,
     *,
     reference: Outcome | None = None,
+    within: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Outcome:
     """Call a graph, or what is made of it, on copies of the inputs, and send a gradient backward.
 
     Tensors that the graph owns hold copies of their data meanwhile; they are the first inputs of
     the outcome. Memory that a graph leaves unwritten could hold the values of the ``reference`` by
-    chance, so free memory of these sizes is overwritten before.
+    chance, so free memory of these sizes is overwritten before. ``within`` is a scope for the run
+    and its backward.
     """
     copies = copy_inputs([*owned, *inputs], cast)
     if change is not None:
@@ -230,7 +231,7 @@ def run_on_copies(
         copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         if reference is not None:
             overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
-        outcome = _outcome(function, copies, len(owned))
+        outcome = _outcome(function, copies, len(owned), within or contextlib.nullcontext())
         outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
     return outcome
 
@@ -256,38 +257,6 @@ def overwrite_free_memory(results: Sequence[Any]) -> None:
         memory.fill_(0xFF)  # NaN in every floating-point dtype
 
 
-class _RandomOperators(TorchDispatchMode):
-    """Notes whether an operator may draw random numbers: those of torch have a tag, others may."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        of_torch = getattr(func, "namespace", None) == "aten"
-        self.found |= not of_torch or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def draws_random_numbers(
-    graph: fx.GraphModule, inputs: Sequence[Any], owned: Sequence[torch.Tensor] = ()
-) -> bool:
-    """Whether operators of a graph may draw random numbers, in one more run on copies.
-
-    The RNG state, which has changed, is the process's: another thread may have moved it.
-    """
-    watch, run = _RandomOperators(), reference_of(graph, warns=False)
-
-    def watched(*given: Any) -> Any:
-        with watch:
-            return run(*given)
-
-    outcome = run_on_copies(watched, inputs, owned)
-    return watch.found or outcome.error is not None
-
-
 @contextlib.contextmanager
 def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]:
     """Let tensors have other data for a while; neither their holders nor autograd notice it."""
@@ -305,13 +274,18 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
                 set_version(tensor, version)
 
 
-def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcome:
+def _outcome(
+    function: Callable[..., Any],
+    copies: Copies,
+    owned: int,
+    within: contextlib.AbstractContextManager[Any],
+) -> Outcome:
     outcome = Outcome(inputs=copies.values)
     # Nobody is warned here: a warning may be an error, and that is none of the graph's.
     called = function
     if isinstance(function, fx.GraphModule):
         called = reference_of(function, warns=False)
-    with isolated() as has_drawn:
+    with isolated(), within:
         before = [
             (place, value, version_of(value), value.grad_fn)
             for place, value in enumerate(copies.values)
@@ -326,7 +300,6 @@ def _outcome(function: Callable[..., Any], copies: Copies, owned: int) -> Outcom
             return outcome
         outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         outcome.structure = len(outcome.outputs)
-        outcome.random = has_drawn()
         # None: inference tensors count no writes.
         outcome.mutated = frozenset(
             place

@@ -40,16 +40,15 @@ from torchguard.state.training import Modules
 
 
 @contextlib.contextmanager
-def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], bool]]:
+def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
     """Restore what the code in the scope changes, besides the memory of tensors.
 
     These are the RNG states, the ``modules``, grad mode, autocast and its cache of weights. The
-    caller's saved-tensors hooks are not called. Yields a function that returns whether the code
-    drew random numbers of torch.
+    caller's saved-tensors hooks are not called.
     """
     modes = ThreadModes.capture()
     try:
-        with module_state_restored(modules), rng_state_restored() as has_drawn:
+        with module_state_restored(modules), rng_state_restored():
             # Else a cast that was kept before is taken for a weight that is perturbed here, and one
             # that is kept here for the weight of the caller.
             torch.set_autocast_cache_enabled(False)
@@ -59,17 +58,17 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[Callable[[], b
                 # calls: https://pytorch.org/docs/stable/autograd.html
                 hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with hooks:
-                yield has_drawn
+                yield
     finally:
         modes.restore()
 
 
 @contextlib.contextmanager
-def rng_state_restored() -> Iterator[Callable[[], bool]]:
-    """Restore the RNG states; yields a function that returns whether torch has drawn numbers."""
+def rng_state_restored() -> Iterator[None]:
+    """Restore the RNG states."""
     states = RNGState.capture()
     try:
-        yield lambda: any(states.changed()[:-2])
+        yield
     finally:
         states.restore()
 

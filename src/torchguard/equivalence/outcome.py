@@ -71,9 +71,6 @@ class Outcome:
     mutated: frozenset[int] = frozenset()
     """The positions of the inputs whose memory was written."""
 
-    random: bool = False
-    """Whether the RNG state has changed; that is the whole process's."""
-
     error: Exception | None = None
     """What the run has raised."""
 

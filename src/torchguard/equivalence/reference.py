@@ -18,6 +18,7 @@ from torch import fx
 
 from torchguard._events import frame_of_user, is_trial, record
 from torchguard._torch import is_kept_whole
+from torchguard._torch.checkpointing import is_checkpoint, run_checkpointed
 from torchguard.equivalence.operands import Overlap, may_write, separated
 from torchguard.errors import OverlapWarning
 
@@ -80,20 +81,35 @@ _METHODS = {
 }
 
 
-def reference_of(graph: fx.GraphModule, *, warns: bool = True) -> Callable[..., Any]:
-    """Return what runs a graph as the code says; its own ``forward`` where nothing is written."""
-    if not any(map(node_may_write, graph.graph.nodes)):
+def reference_of(
+    graph: fx.GraphModule, *, warns: bool = True, copies: bool = True
+) -> Callable[..., Any]:
+    """Return what runs a graph as the code says; its own ``forward`` where that does.
+
+    Without ``copies`` operands that overlap what is written are left as they are.
+    """
+    nodes = graph.graph.nodes
+    if not any((copies and node_may_write(each)) or is_checkpoint(each.target) for each in nodes):
         return graph.forward
-    return lambda *inputs: _Reference(graph, warns).run(*inputs, enable_io_processing=False)
+    return lambda *inputs: _Reference(graph, warns, copies).run(*inputs, enable_io_processing=False)
 
 
 class _Reference(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, warns: bool) -> None:
+    def __init__(self, graph: fx.GraphModule, warns: bool, copies: bool) -> None:
         super().__init__(graph)
-        self.warns = warns
+        self.warns, self.copies = warns, copies
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_checkpoint(target):
+            return super().call_function(target, args, kwargs)
+        block = reference_of(args[0], warns=self.warns, copies=self.copies)
+        if self.copies:  # as compiled code does, whatever the program asks for
+            kwargs = {**kwargs, "preserve_rng_state": True}
+        return run_checkpointed(args[0], block, args[1:], kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        if not node_may_write(n) or is_kept_whole(n.target):  # sliced_assign_ copies them itself
+        # sliced_assign_ copies its operands itself.
+        if not self.copies or not node_may_write(n) or is_kept_whole(n.target):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         function, place = _function_of(n), _place_of(n)

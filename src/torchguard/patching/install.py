@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from typing_extensions import Self
 
+from torchguard._environment import CHOICE, SWITCH, chosen, is_off
 from torchguard._events import record, warn_user
 from torchguard._public import public
 from torchguard._torch import (
@@ -26,7 +27,6 @@ from torchguard._torch import (
     stop_waiting,
 )
 from torchguard.errors import TorchGuardError
-from torchguard.patching.environment import CHOICE, SWITCH, chosen, is_off
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, GuardName
 from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
 

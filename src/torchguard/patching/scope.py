@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchguard._environment import is_off
 from torchguard._public import public
-from torchguard.patching.environment import is_off
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import enter, known, leave
 

@@ -36,7 +36,12 @@ from torchguard.verification.check import (
     replacement,
     require_comparable,
 )
-from torchguard.verification.report import GraphRecord, message_of, note_mismatch
+from torchguard.verification.report import (
+    GraphRecord,
+    message_of,
+    note_mismatch,
+    say_unverified,
+)
 from torchguard.verification.reproduce import python_reproducer_of
 from torchguard.verification.undone import Reached, Run, differences_of
 
@@ -113,6 +118,7 @@ class AgainstPython:
                     self._right = self._calls
         finally:
             comparison.runs = ""
+        say_unverified(self.record)
         if found:
             self._replace(found, args, kwargs)
 

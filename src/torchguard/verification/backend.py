@@ -14,7 +14,9 @@ from torchguard._torch import (
     inductor_backend,
     inductor_draws_like_eager,
     inductor_options,
+    inductor_records_cuda_graphs,
 )
+from torchguard.equivalence.reference import reference_of
 from torchguard.verification.graph import (
     copy_graph,
     numbers_in,
@@ -22,7 +24,12 @@ from torchguard.verification.graph import (
     sizes_of,
     why_not_twice,
 )
-from torchguard.verification.report import ALL_GRAPHS, GraphRecord, VerificationReport
+from torchguard.verification.report import (
+    ALL_GRAPHS,
+    GraphRecord,
+    VerificationReport,
+    say_unverified,
+)
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 OnMismatch = Literal["fallback", "raise", "warn"]
@@ -43,6 +50,15 @@ class Inner(NamedTuple):
         if self.name == "inductor":
             return inductor_draws_like_eager(self.compile)
         return self.name in {"eager", "aot_eager"}  # they run torch's own operators
+
+    def why_draws_differ(self, *, on_gpu: bool) -> str:
+        """Say why a check can't choose the random numbers that compiled code draws, if so."""
+        if self.name != "inductor" or self.source is None:
+            return f"which {self.name} may draw in its own way"
+        # Not tested on a GPU yet: a check that is recorded would make its seeds those of all calls.
+        if on_gpu and inductor_records_cuda_graphs(self.compile):
+            return "which would become a part of the CUDA graph that is recorded"
+        return ""
 
 
 def inner_of(given: str | Compiler, settings: Mapping[str, Any], dynamic: bool | None) -> Inner:
@@ -149,7 +165,8 @@ class VerifiedBackend:
         """Compile a graph; its first calls are checked."""
         if self.checks.against is None:
             return self._compile(graph, example_inputs, settings)
-        traced = copy_graph(graph)  # before it is compiled, as below
+        # Copied before it is compiled, as below. The operands of a write are those of Python.
+        traced = reference_of(copy_graph(graph), copies=False)
         compiled = self._compile(graph, example_inputs, settings)
 
         def run(*inputs: Any) -> Any:
@@ -175,6 +192,7 @@ class VerifiedBackend:
         self.add(record)
         if reason is not None:
             record.status, record.reason = "unverified", reason
+            say_unverified(record)
             return compiled
         # Here and not above: what a check needs is imported with the first graph.
         from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415

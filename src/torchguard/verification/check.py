@@ -20,8 +20,8 @@ from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import (
     bytes_of,
-    draws_random_numbers,
     run_on_copies,
+    tensors_of,
     why_not_copied,
 )
 from torchguard.equivalence.outcome import Outcome
@@ -29,7 +29,22 @@ from torchguard.equivalence.reference import reference_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Inner, OnMismatch, Options
 from torchguard.verification.graph import SizesOf, names_of, owned_tensors, shared_inputs
-from torchguard.verification.report import GraphRecord, first_of, message_of, note_mismatch
+from torchguard.verification.random import (
+    EQUAL,
+    FORWARD_AND_BACKWARD,
+    ORDERED,
+    CompiledDraws,
+    Draw,
+    EagerDraws,
+    Seeds,
+)
+from torchguard.verification.report import (
+    GraphRecord,
+    first_of,
+    message_of,
+    note_mismatch,
+    say_unverified,
+)
 from torchguard.verification.reproduce import reproducer_of
 from torchguard.verification.rounding import exact, not_by_rounding, policy_of, right_in_double
 
@@ -126,6 +141,9 @@ class GraphCheck:
 
     def __post_init__(self) -> None:
         self.cell: list[_State] = [(self, set(), self.runs)]
+        self._seeds = ORDERED
+        self._draws = EagerDraws()  # of the last run of eager
+        self._drawn = CompiledDraws(ORDERED)  # of the last run of what is compiled
 
     @functools.cached_property
     def owned(self) -> list[torch.Tensor]:
@@ -165,6 +183,7 @@ class GraphCheck:
         finally:
             self._thread = None
             self._lock.release()
+        say_unverified(self.record)
         if warning is not None:
             record("miscompiled", "verified", warning.partition("\n")[0].rstrip(":"))
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
@@ -224,18 +243,66 @@ class GraphCheck:
         require_comparable([*self.owned, *inputs], self.options.max_bytes)
         if any(map(has_hooks, self.owned)):
             raise UnverifiedError("a tensor that the graph owns has hooks")
-        eager = run_on_copies(self.graph, inputs, self.owned)
-        eager.random = eager.random and draws_random_numbers(self.graph, inputs, self.owned)
-        if eager.random and not self.draws_like_eager:
-            self._settled = True  # no inputs will change that
-            hint = '; verified(options={"fallback_random": True}) can check it'
-            raise UnverifiedError(
-                f"it draws random numbers, which {self.inner.name} may draw in its own way"
-                f"{hint if self.inner.name == 'inductor' else ''}"
-            )
+        self._draws = self._eager_draws()
+        eager = run_on_copies(self.graph, inputs, self.owned, within=self._draws)
+        if (self._draws.counts or self._draws.problem) and not self.draws_like_eager:
+            on_gpu = any(tensor.is_cuda for tensor in tensors_of(inputs))
+            reason = self.inner.why_draws_differ(on_gpu=on_gpu)
+            if not reason and self._draws.problem:
+                reason = f"which can't be chosen: {self._draws.problem}"
+            if reason:
+                self._settled = True  # no inputs will change that
+                raise UnverifiedError(f"it draws random numbers, {reason}")
         return eager
 
+    def _eager_draws(self, like: EagerDraws | None = None) -> EagerDraws:
+        """Return a scope in which eager draws the numbers of this check."""
+        if self.draws_like_eager:
+            return EagerDraws()
+        dynamic = self.sizes is not None
+        return EagerDraws(self._seeds, self.inner, like, dynamic=dynamic)
+
     def _judge(self, eager: Outcome, inputs: Sequence[Any]) -> tuple[tuple[Difference, ...], str]:
+        """Compare what runs with eager, with random numbers in any order."""
+        found, note = self._compare(eager, inputs)
+        if not found or not self._draws.counts or self.draws_like_eager:
+            return found, note
+        try:
+            return self._in_any_order(found, inputs)
+        finally:
+            self._seeds = ORDERED
+
+    def _in_any_order(
+        self, found: tuple[Difference, ...], inputs: Sequence[Any]
+    ) -> tuple[tuple[Difference, ...], str]:
+        """Compare with one seed for all draws, if two runs differ whose draws have an order."""
+
+        def again(seeds: Seeds) -> tuple[tuple[Difference, ...], str]:
+            self._seeds = seeds
+            return self._compare(self._run_eagerly(inputs), inputs)
+
+        differs = [bool(again(seeds)[0]) for seeds in EQUAL]
+        expected, drawn = self._draws.counts, self._drawn.counts
+        if all(differs):
+            # What draws in another way may compute something else from the same seeds.
+            if expected != drawn:
+                raise UnverifiedError(f"it draws {_text(drawn)}, eager {_text(expected)}")
+            if any(draw.is_seed and draw.device.type != "cpu" for draw in drawn):
+                raise UnverifiedError("the same seed may give other numbers on this device")
+            return found, ""
+        if any(differs):
+            raise UnverifiedError("its random numbers decide whether it does what eager does")
+        late, late_in_eager = (
+            sum(count for draw, count in each.items() if draw.late) for each in (drawn, expected)
+        )
+        if late > late_in_eager:  # does a backward draw again what the forward has drawn?
+            found, _ = again(FORWARD_AND_BACKWARD)
+            if found and drawn.total() > expected.total():
+                return found, ""
+            raise UnverifiedError(f"it draws {_text(drawn)}, eager {_text(expected)}")
+        return (), "its random numbers come in another order than eager's"
+
+    def _compare(self, eager: Outcome, inputs: Sequence[Any]) -> tuple[tuple[Difference, ...], str]:
         """Compare what runs with eager; return what differs, and what differs and is allowed.
 
         If only strides of outputs are wrong, from now on the outputs get those of eager.
@@ -255,10 +322,16 @@ class GraphCheck:
         self, function: Callable[..., Any], eager: Outcome, inputs: Sequence[Any]
     ) -> tuple[tuple[Difference, ...], str]:
         """Return what differs, and as text what rounding alone makes differ."""
-        graph = self.graph
-        compiled = run_on_copies(function, inputs, self.owned, reference=eager)
-        unknown = eager.random or self.owned
-        in_double = None if unknown else functools.cache(functools.partial(exact, graph, inputs))
+        graph, draws = self.graph, self._draws
+        is_random = bool(draws.counts)
+        chosen = is_random and not self.draws_like_eager
+        self._drawn = CompiledDraws(self._seeds)
+        scope = self._drawn if chosen else None
+        compiled = run_on_copies(function, inputs, self.owned, reference=eager, within=scope)
+        in_double = None
+        if not self.owned and (chosen or not is_random):
+            wide = self._eager_draws(like=draws)
+            in_double = functools.cache(functools.partial(exact, graph, inputs, wide))
         found = judge(eager, compiled, COMPILING, in_double)
         if found and (policy := policy_of(graph, inputs)) is not COMPILING:  # under autocast
             found = judge(eager, compiled, policy, in_double)
@@ -267,8 +340,9 @@ class GraphCheck:
         # Without Dynamo's symbols, what is compiled in double would be another graph.
         if not found or self.owned or self.sizes is not None:
             return found, ""
-        left = not_by_rounding(graph, inputs, eager, compiled, found)
-        if left or not right_in_double(graph, inputs, self.inner.compile):
+        left = not_by_rounding(graph, inputs, eager, compiled, found, within=draws)
+        wide, wide_compiled = self._eager_draws(), CompiledDraws(self._seeds) if chosen else None
+        if left or not right_in_double(graph, inputs, self.inner.compile, wide, wide_compiled):
             return tuple(left) or found, ""
         shown = "; ".join(first_of(self._named(found)))
         return (), f"rounding decides at a discontinuity: {shown}"
@@ -285,15 +359,23 @@ class GraphCheck:
         self._settled = True
         named = self._named(found)
         note_mismatch(record, named, action, "eager")
-        reproducer = f"reproducer: {reproducer_of(self.graph, inputs, self.inner, record)}"
+        draws = bool(self._draws.counts) and not self.draws_like_eager
+        reproducer = reproducer_of(self.graph, inputs, self.inner, record, draws=draws)
         # A callable of the user's is named itself: its fault is none to report to PyTorch.
         source = self.inner.source
         with_source = f" with {source}" if source and source.startswith("backend=") else ""
         by = f"the backend {self.inner.name}" if source is None else f"torch.compile{with_source}"
         head = f"{by} (torch {torch.__version__}) compiled {record.function}"
-        text = message_of(record, head, named, action, reproducer)
+        text = message_of(record, head, named, action, f"reproducer: {reproducer}")
         self.runs = replacement(action, text, self.eager, self.runs)
         return None if action == "raise" else text
+
+
+def _text(drawn: Counter[Draw]) -> str:
+    counts = Counter[str]()
+    for draw, count in drawn.items():
+        counts[f"{draw.name}{' in backward' if draw.late else ''}"] += count
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "nothing"
 
 
 def with_strides(

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torchguard._environment import is_off
+from torchguard._events import is_trial, record
 from torchguard._public import public
+from torchguard._torch import warn_at_compiled_call
+from torchguard.errors import UnverifiedWarning
 
 if TYPE_CHECKING:
     from torchguard.equivalence.compare import Difference
@@ -151,6 +155,25 @@ def note_mismatch(
     """Note in the record what differs, and what runs from now on."""
     record.status, record.differences = "mismatched", tuple(map(str, found))
     record.runs = {"fallback": right, "warn": record.runs, "raise": "nothing"}[on_mismatch]
+
+
+_unverified: set[tuple[str, str]] = set()
+"""The functions, with their files, of which it was said that a graph is not checked."""
+
+
+def say_unverified(graph: GraphRecord) -> None:
+    """Warn that a graph is not checked, once for each function."""
+    function = graph.function, graph.place.partition(":")[0]
+    if graph.status != "unverified" or function in _unverified or is_trial() or is_off():
+        return
+    _unverified.add(function)
+    said = f"verified could not check {graph.function} ({graph.place}): {graph.reason}"
+    record("unverified", "verified", said)
+    text = (
+        f"{said}. It runs as it was compiled. If you depend on it, compare a few steps with those "
+        "of TORCH_COMPILE_DISABLE=1; torchguard.verification_report() lists every such graph"
+    )
+    warn_at_compiled_call(text, UnverifiedWarning)
 
 
 def message_of(

@@ -49,7 +49,9 @@ KEYWORDS = {keywords!r}
 def inputs():
     torch.manual_seed(0)
 {inputs}
+'''
 
+_COMPARISON = '''
 
 def seen(function):
     """Return what can be seen of one run: tensors, and which of them share memory."""
@@ -105,10 +107,23 @@ for name, want in eager.items():
 for pair in sorted(eager_shared ^ compiled_shared):
     how = "compiled" if pair in compiled_shared else "eager"
     wrong.append(f"{{pair[0]}} and {{pair[1]}} share memory in {{how}} only")
+'''
+
+_WITH_EQUAL_DRAWS = """
+
+import torchguard  # lets eager and compiled code draw the same random numbers
+
+checked = torchguard.verified({alone})({name})
+with torch.{grad_mode}():
+    checked(*inputs())
+wrong = [line for each in checked.stats().graphs for line in each.differences]
+"""
+
+_END = """
 if __name__ == "__main__":
     print("\\n".join(wrong) or "no difference")
     raise SystemExit(bool(wrong))
-'''
+"""
 
 
 class NoScriptError(Exception):
@@ -116,10 +131,16 @@ class NoScriptError(Exception):
 
 
 def reproducer_of(
-    graph: fx.GraphModule, inputs: Sequence[Any], inner: Inner, record: GraphRecord
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    inner: Inner,
+    record: GraphRecord,
+    *,
+    draws: bool = False,
 ) -> str:
     """Write a script that shows what a backend made of a graph does otherwise.
 
+    If it ``draws`` random numbers that the check has chosen, the script has torchguard choose them.
     Returns where it is, which the record keeps too, or why there is none.
     """
 
@@ -134,7 +155,7 @@ def reproducer_of(
         if len(graphs_in(graph)) > 1 or any(node.op == "call_module" for node in graph.graph.nodes):
             raise NoScriptError("the graph holds other graphs, or calls a module as a whole")
         arguments = f", {source}" if source else ""
-        return _script(_source_of(graph), "graph", arguments, inputs, record)
+        return _script(_source_of(graph), "graph", arguments, inputs, record, draws=draws)
 
     name = record.function if record.function.isidentifier() else "graph"
     return _saved(make_text, name, record)
@@ -209,6 +230,7 @@ def _script(
     record: GraphRecord,
     *,
     keywords: Sequence[str] = (),
+    draws: bool = False,
 ) -> str:
     """Return the text of a script, which gives ``torch.compile`` these arguments.
 
@@ -216,7 +238,8 @@ def _script(
     If they are few, they have their values, else random ones.
     """
     double = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
-    return _SCRIPT.format(
+    text = _SCRIPT + (_WITH_EQUAL_DRAWS if draws else _COMPARISON) + _END
+    return text.format(
         version=torch.__version__,
         # They stand in the docstring of the script, which these would end or escape.
         differences="\n".join(record.differences).replace("\\", "/").replace('"""', "'''"),
@@ -225,6 +248,7 @@ def _script(
         inputs=_input_lines(inputs),
         name=name,
         arguments=arguments,
+        alone=arguments.removeprefix(", "),
         grad_mode="enable_grad" if torch.is_grad_enabled() else "no_grad",
         # Wider than the check's, which knows what rounding explains here: a script does not.
         rtol=1e-6 if double else 1e-3,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -44,13 +45,19 @@ def not_by_rounding(
     eager: Outcome,
     compiled: Outcome,
     found: Sequence[Difference],
+    *,
+    within: AbstractContextManager[Any] | None = None,
 ) -> list[Difference]:
-    """Return the differences that eager does not show itself when its inputs are perturbed."""
+    """Return the differences that eager does not show itself when its inputs are perturbed.
+
+    Here and below ``within`` is a scope for runs of eager, which chooses random numbers.
+    """
     places = [(each, _apart(each, eager, compiled)) for each in found]
     compared = [(each, left) for each, left in places if left is not None]
     try:
         for seed in range(_RUNS if compared else 0):
-            other = run_on_copies(graph, inputs, change=functools.partial(_perturb, seed))
+            change = functools.partial(_perturb, seed)
+            other = run_on_copies(graph, inputs, change=change, within=within)
             for each, left in compared:
                 left.logical_and_(~_reached(each, eager, compiled, other))
             if not any(left.any() for _, left in compared):
@@ -60,7 +67,13 @@ def not_by_rounding(
     return [each for each, left in places if left is None or left.any()]
 
 
-def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> bool:
+def right_in_double(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    compiler: Compiler,
+    within: AbstractContextManager[Any] | None = None,
+    within_compiled: AbstractContextManager[Any] | None = None,
+) -> bool:
     """Whether the same graph, in double precision, compiled, does what eager does.
 
     There a discontinuity is a billion times less likely to be within the rounding error. Autocast
@@ -71,12 +84,13 @@ def right_in_double(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Comp
         return False
     try:
         with unlogged():
-            eager = run_on_copies(wide, inputs, cast=_wider)
+            eager = run_on_copies(wide, inputs, cast=_wider, within=within)
             if eager.error is not None or eager.backward_error is not None:
                 return False
             with compiling_outside_dynamo(), rng_state_restored():
                 compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
-            return not judge(eager, run_on_copies(compiled, inputs, cast=_wider), COMPILING)
+            again = run_on_copies(compiled, inputs, cast=_wider, within=within_compiled)
+            return not judge(eager, again, COMPILING)
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 
@@ -108,14 +122,16 @@ def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
     return replace(COMPILING, autocast=frozenset(narrow)) if narrow else COMPILING
 
 
-def exact(graph: fx.GraphModule, inputs: Sequence[Any]) -> Outcome | None:
+def exact(
+    graph: fx.GraphModule, inputs: Sequence[Any], within: AbstractContextManager[Any] | None = None
+) -> Outcome | None:
     """Return the outcome in double precision, or None where the graph can't be run so.
 
     A cast to a narrower type that the program makes still rounds.
     """
     wide = _in_double(graph, inputs, keep_casts=True)
     try:
-        return None if wide is None else run_on_copies(wide, inputs, cast=_wider)
+        return None if wide is None else run_on_copies(wide, inputs, cast=_wider, within=within)
     except torch.OutOfMemoryError:
         return None
 

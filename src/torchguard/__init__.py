@@ -86,7 +86,7 @@ _RETURNED = {
     "patching.install": ("Installation",),
     "replicas": ("Replicas",),
     "transactions.step": ("Transaction", "TransactionStats"),
-    "verification.decorator": ("Verified", "VerifiedModule"),
+    "verification.decorator": ("Verified",),
     "verification.report": ("GraphRecord", "VerificationReport"),
 }
 _HOME = {

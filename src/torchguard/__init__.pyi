@@ -43,7 +43,6 @@ from torchguard.transactions.api import transaction
 from torchguard.transactions.step import Transaction as Transaction
 from torchguard.transactions.step import TransactionStats as TransactionStats
 from torchguard.verification.decorator import Verified as Verified
-from torchguard.verification.decorator import VerifiedModule as VerifiedModule
 from torchguard.verification.decorator import verified
 from torchguard.verification.report import GraphRecord as GraphRecord
 from torchguard.verification.report import VerificationReport as VerificationReport

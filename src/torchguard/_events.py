@@ -7,6 +7,7 @@ would hide the function of that name at the front door.
 from __future__ import annotations
 
 import contextlib
+import html
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,13 +163,33 @@ def _place() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+class _Events(tuple[Event, ...]):
+    """Events, which are a table at the end of a cell of a notebook."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = [(str(each.count), each.kind, each.guard, each.message, each.where) for each in self]
+        return html_table([("count", "kind", "guard", "message", "where"), *rows])
+
+
+def html_table(rows: Sequence[Sequence[str]], below: str = "") -> str:
+    """Return a table for a notebook, with its head as the first row, and a text below."""
+    lines = [
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
+    ]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{table}</table>{html.escape(below)}"
+
+
 @public
 def events() -> tuple[Event, ...]:
     """Return what the guards of this process did, oldest first.
 
     PyTorch has nothing like it. There is one :class:`Event` for each kind, guard and line of your
     program, with a count. If nothing failed, the tuple is empty. At most 1,000 lines are told
-    apart; later ones are counted together, with ``where="elsewhere"``.
+    apart; later ones are counted together, with ``where="elsewhere"``. In a notebook it is a table.
 
     The same events are records of ``logging.getLogger("torchguard")``: ``WARNING`` the first time
     at a line, ``DEBUG`` after that. Each record has the event as its attribute ``torchguard``.
@@ -187,7 +208,7 @@ def events() -> tuple[Event, ...]:
         rolled_back
     """
     with _lock:
-        return tuple(sorted(_events.values(), key=lambda event: event.first))
+        return _Events(sorted(_events.values(), key=lambda event: event.first))
 
 
 def counts() -> Mapping[str, int]:

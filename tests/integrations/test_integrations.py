@@ -138,3 +138,32 @@ def test_transformers(how: str, tmp_path: Path) -> None:
     with_loss = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(with_loss) == 2
     assert all(entry.items() >= METRICS.items() for entry in with_loss)
+
+
+def test_a_trainer_compiles_verified(tmp_path: Path) -> None:
+    """Its enum of backends does not know ours: ``install("verified")`` reaches what it compiles."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from support.inductor_without_code import inductor_without_code  # noqa: PLC0415
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.dropout(self.layer(x), 0.1).square().mean()}
+
+    before = len(torchguard.verification_report().graphs)
+    with inductor_without_code(), torchguard.install("verified"):
+        trainer = transformers.Trainer(
+            model=Model(),
+            args=transformers.TrainingArguments(
+                str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+                report_to=[], disable_tqdm=True, remove_unused_columns=False, torch_compile=True,
+            ),
+            train_dataset=[{"x": row} for row in torch.randn(ROWS, 3)],
+        )  # fmt: skip
+        trainer.train()
+    graphs = torchguard.verification_report().graphs[before:]
+    assert {graph.status for graph in graphs} == {"verified"}

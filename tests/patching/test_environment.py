@@ -10,7 +10,7 @@ import torch
 
 import torchguard
 from support.install import resize_is_safe
-from torchguard.patching import environment
+from torchguard import _environment as environment
 
 
 @pytest.fixture

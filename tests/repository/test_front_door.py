@@ -70,11 +70,11 @@ def test_few_names_are_at_the_front_door_and_dir_shows_them_alone() -> None:
 
 def test_what_functions_return_can_be_named() -> None:
     """For annotations, which Python may evaluate."""
-    for name in ("Transaction", "Bucketed", "BucketedModule", "Verified", "VerifiedModule"):
+    for name in ("Transaction", "Bucketed", "BucketedModule", "Verified"):
         assert name not in torchguard.__all__
         assert isinstance(getattr(torchguard, name), type)
     with pytest.raises(TypeError):
-        isinstance(1, torchguard.VerifiedModule)
+        isinstance(1, torchguard.Verified)
 
 
 def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:

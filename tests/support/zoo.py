@@ -5,7 +5,8 @@
         batch = architecture.batch([7, 4])    # B = 2 rows, padded on the right to T = 7
         architecture.loss(model, batch).backward()
 
-Dropout is off everywhere, so that training steps can be compared; nothing is downloaded.
+Dropout is off, so that training steps can be compared, unless ``build(dropout=True)`` keeps the
+defaults; nothing is downloaded.
 B batch, T time (tokens, or samples of audio), C channels, H height, W width.
 """
 
@@ -34,7 +35,7 @@ class Architecture:
     kind: str
     """``encoder``, ``decoder`` and the like."""
 
-    make: Callable[[], nn.Module]
+    make: Callable[..., nn.Module]
     """Builds it; :meth:`build` seeds the random weights and skips what this environment lacks."""
 
     rows: Callable[[Sequence[int], torch.Generator], dict[str, torch.Tensor]]
@@ -55,11 +56,12 @@ class Architecture:
     def __str__(self) -> str:
         return self.name
 
-    def build(self, *, to_compile: bool = False) -> nn.Module:
+    def build(self, *, to_compile: bool = False, dropout: bool = False) -> nn.Module:
         """Build the model with weights that are the same every time.
 
         Args:
             to_compile: skip it too where plain ``torch.compile`` fails.
+            dropout: leave the rates of dropout as they are by default.
         """
         asks = self.kind != "convnet" and not hasattr(torch.compiler, "is_exporting")
         if to_compile and asks:
@@ -67,7 +69,7 @@ class Architecture:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             try:
-                return self.make()
+                return self.make(dropout=dropout)
             except ImportError as error:
                 pytest.skip(f"{self.name} can't be built here: {error}")
 
@@ -97,9 +99,9 @@ _OF_DROPOUT = re.compile(r"drop|jitter|mask_(time|feature)_prob")
 
 
 def _made(stem: str, head: str, sizes: dict[str, Any], **settings: Any) -> Callable[[], nn.Module]:
-    """Build ``<stem><head>`` from ``<stem>Config``, with dropout and the cache off."""
+    """Build ``<stem><head>`` from ``<stem>Config``, with the cache off."""
 
-    def make() -> nn.Module:
+    def make(*, dropout: bool = False) -> nn.Module:
         import transformers  # noqa: PLC0415 - seconds, and an extra
 
         if not hasattr(transformers, f"{stem}{head}"):
@@ -108,7 +110,7 @@ def _made(stem: str, head: str, sizes: dict[str, Any], **settings: Any) -> Calla
         known = config_class()
         given = {name: value for name, value in sizes.items() if _settable(known, name)}
         for name, value in known.to_dict().items():
-            if _OF_DROPOUT.search(name) and isinstance(value, (int, float)):
+            if _OF_DROPOUT.search(name) and isinstance(value, (int, float)) and not dropout:
                 given[name] = type(value)(0)
         if hasattr(known, "use_cache"):
             given["use_cache"] = False
@@ -192,8 +194,9 @@ _of_tokens = partial(Architecture, rows=tokens, dims=_TOKENS, mask="attention_ma
 class Convnet(nn.Module):
     """Convolutions, one of them residual, then a linear layer; answers as transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dropout: bool = False) -> None:
         super().__init__()
+        self.drop = nn.Dropout2d(0.1 if dropout else 0.0)
         self.first = nn.Sequential(
             nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
         )
@@ -203,7 +206,7 @@ class Convnet(nn.Module):
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None) -> Any:
         """(B, 3, H, W) -> (B, 2)."""
         x = self.first(pixel_values)
-        logits = self.head(torch.relu(x + self.residual(x)).mean((2, 3)))
+        logits = self.head(self.drop(torch.relu(x + self.residual(x))).mean((2, 3)))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return _Classes(logits, loss)
 
@@ -263,6 +266,26 @@ ZOO: tuple[Architecture, ...] = (
     Architecture("residual-convnet", "convnet", Convnet, _seen),
 )  # fmt: skip
 """The architectures; each name once."""
+
+
+MORE: tuple[Architecture, ...] = (
+    _encoder("roberta", "Roberta"),
+    _encoder("distilbert", "DistilBert", dim=16, hidden_dim=32, n_layers=2, n_heads=2),
+    _encoder("electra", "Electra"),
+    _encoder("albert", "Albert", num_hidden_groups=1, inner_group_num=1),
+    Architecture(
+        "vit", "vision",
+        _made("ViT", "ForImageClassification", _SIZES, image_size=32, patch_size=8, num_labels=2),
+        _seen,
+    ),
+    Architecture(
+        "convnext", "vision",
+        _made("ConvNext", "ForImageClassification", _SIZES, hidden_sizes=[8, 8], depths=[1, 1],
+              num_stages=2, num_labels=2, drop_path_rate=0.2),
+        _seen,
+    ),
+)  # fmt: skip
+"""More of them, for sweeps that take one step of each."""
 
 
 def named(name: str) -> Architecture:

@@ -21,7 +21,10 @@ from torch.utils.checkpoint import (
 from support.inductor_without_code import inductor_without_code
 from support.miscompiling import right, stats, verified_backend
 from support.slow import slow_except
+from support.trained import TRAINED
+from support.zoo import MORE, ZOO, Architecture
 from torchguard import MiscompilationWarning, verified
+from torchguard.errors import TorchGuardWarning
 from torchguard.verification import random as draws
 from torchguard.verification.backend import inner_of
 
@@ -225,6 +228,48 @@ def test_what_draws_is_verified(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_what_draws_is_verified_with_real_code(name: str) -> None:
     assert_verified(check(*SMALL[name]))
+
+
+# --- models as they are trained
+
+
+def steps(loss: Callable[[], torch.Tensor]) -> None:
+    """Go forward and backward twice; a warning of torchguard is an error."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TorchGuardWarning)
+        for _ in range(2):
+            loss().backward()
+
+
+@pytest.mark.parametrize("name", slow_except(TRAINED, "checkpointed decoder", "mixer"))
+def test_a_model_is_verified_as_it_is_trained(name: str) -> None:
+    make, batch = TRAINED[name]
+    with inductor_without_code():
+        model: Any = verified(make())
+        steps(lambda: model(*batch()))
+        assert_verified(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpointed decoder", "experts"])
+def test_a_model_is_verified_with_real_code(name: str) -> None:
+    make, batch = TRAINED[name]
+    model: Any = verified(make())
+    steps(lambda: model(*batch()))
+    assert_verified(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", [*ZOO, *MORE], ids=str)
+def test_a_model_of_transformers_is_verified_as_it_is_trained(architecture: Architecture) -> None:
+    """With the dropout that its configuration has by default."""
+    model: Any = architecture.build(to_compile=True, dropout=True).train()
+    with inductor_without_code():
+        checked = verified(model)
+        steps(lambda: architecture.loss(checked, architecture.batch([7, 4])))
+        assert_verified(checked)
 
 
 # --- the program's own call

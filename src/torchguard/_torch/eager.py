@@ -130,6 +130,30 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
+
+class SeesEveryOperator(TorchDispatchMode):
+    """A mode that higher-order operators accept too; up to 2.8 each asks for a rule for it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Any:
+        if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+            for each in private("_ops._higher_order_ops", {}).values():
+                if type(self) not in each.python_key_table:
+                    each.py_impl(type(self))(functools.partial(_hand_to_mode, each))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *failure: object) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+
+def _hand_to_mode(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(operator, (), args, kwargs)
+
+
 _Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 without_torch_function: _Scope = torch._C.DisableTorchFunction

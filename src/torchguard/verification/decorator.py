@@ -1,11 +1,11 @@
-"""``verified()``, around a function or a module; ``install("verified")``, for the process."""
+"""``verified``, around a function or a module; ``install("verified")``, for the process."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -22,6 +22,7 @@ from torchguard.verification.backend import OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
 
 _Arguments = ParamSpec("_Arguments")
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 _Result = TypeVar("_Result")
 _Result_co = TypeVar("_Result_co", covariant=True)
 
@@ -66,37 +67,12 @@ class Verified(Protocol[_Arguments, _Result_co]):
         ...
 
 
-if TYPE_CHECKING:
-
-    class VerifiedModule(torch.nn.Module):
-        """A module whose compiled graphs are checked: the one that was given, with ``stats()``."""
-
-        stats: Callable[[], VerificationReport]
-
-        # Its own attributes are of types that nobody can name here.
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-
-    class VerifiedModule(Protocol):
-        """The module that was given, of its own class.
-
-        Example:
-            >>> import torch, torchguard
-            >>> model = torchguard.verified(backend="aot_eager")(torch.nn.ReLU())
-            >>> model(torch.ones(3))
-            tensor([1., 1., 1.])
-            >>> isinstance(model, torch.nn.ReLU), model.stats().verified
-            (True, 1)
-        """
-
-
 class Decorator(Protocol):
     """What ``verified(...)`` is before it gets something to check."""
 
     # A module is a callable too, and the first of the two that fits is meant.
     @overload
-    def __call__(self, function: torch.nn.Module, /) -> VerifiedModule: ...
+    def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
     @overload
     def __call__(
         self, function: Callable[_Arguments, _Result], /
@@ -108,7 +84,7 @@ class Decorator(Protocol):
 
 # A module is a callable too, and the first that fits is meant.
 @overload
-def verified(function: torch.nn.Module, /, **options: Any) -> VerifiedModule: ...
+def verified(function: _Module, /, **options: Any) -> _Module: ...
 @overload
 def verified(
     function: Callable[_Arguments, _Result], /, **options: Any
@@ -145,10 +121,10 @@ def verified(
 ) -> Any:
     """Compile a function or module and verify each graph against eager.
 
-    ``verified()(f)`` equals ``torch.compile(f)`` where inductor is right. A module is
-    compiled in place, as ``module.compile()`` does, and returned. The result has a method
-    ``stats()``, unless a module has a ``stats`` of its own. What is verified already is returned
-    as it is.
+    ``verified(f)`` equals ``torch.compile(f)`` where inductor is right. A module is compiled in
+    place, as ``module.compile()`` does, and returned: to a type checker it is of its own class.
+    The result has a method ``stats()``, unless a module has a ``stats`` of its own. What is
+    verified already is returned as it is.
 
     Each graph is run on copies of its first real inputs, once as Dynamo traced it and once
     compiled: values, gradients, strides and sharing of memory have to be the same. If they are
@@ -160,7 +136,7 @@ def verified(
     :func:`verification_report` has the graphs.
 
     Args:
-        function: what to decorate, where ``@verified`` has no parentheses: ``verified(f)``.
+        function: what to compile; left out, ``verified(...)`` returns a decorator.
         calls: how many calls of each graph are checked; of a graph with dynamic shapes, how
             many with each combination of sizes.
         on_mismatch: ``"fallback"``: run the graph in eager. ``"warn"``: run the wrong graph all

@@ -27,10 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 from torchguard._torch import (
     OPERATOR_CLASSES,
+    SeesEveryOperator,
     SymbolicInputs,
-    TorchDispatchMode,
     compiling_outside_dynamo,
     in_backward,
+    operator_name,
     schema_of,
     without_torch_function,
 )
@@ -111,10 +112,8 @@ def generators() -> dict[torch.device, torch.Generator]:
     return {generator.device: generator for generator in found}
 
 
-class CompiledDraws(TorchDispatchMode):
+class CompiledDraws(SeesEveryOperator):
     """A scope in which compiled code gets chosen seeds."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self, seeds: Seeds, first: tuple[int, int] = (0, 0), late: bool | None = None
@@ -123,9 +122,10 @@ class CompiledDraws(TorchDispatchMode):
 
         ``late``: whether what is drawn began in a backward; None: ask autograd.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counts: Counter[Draw] = Counter()
         self._seeds, self._first, self._late = seeds, first, late
+        self._seeds_by_state: dict[bytes, torch.Tensor] = {}
 
     def _seeds_of(self, draw: Draw, count: int) -> list[int]:
         """Count draws, and return their seeds."""
@@ -149,13 +149,31 @@ class CompiledDraws(TorchDispatchMode):
             late = in_backward() if self._late is None else self._late
             seeds = self._seeds_of(Draw(out.device, "seed", late), out.numel())
             return out.copy_(torch.tensor(seeds, dtype=torch.int64).view(out.shape))
-        if not isinstance(func, OPERATOR_CLASSES):
-            # What this draws, run_with_rng_state repeats by itself.
-            if "run_and_save_rng_state" in str(func):
-                self.seed_generator(args[0]._schema.name, device_of(args[1:], kwargs))
-        elif draws(func, args, kwargs):
+        name = operator_name(func)
+        if name == "higher_order::run_and_save_rng_state":
+            return self._saved(func, *args, **kwargs)
+        if name == "higher_order::run_with_rng_state" and _key(args[0]) in self._seeds_by_state:
+            return self._seeds_by_state[_key(args[0])].clone()
+        if isinstance(func, OPERATOR_CLASSES) and draws(func, args, kwargs):
             self.seed_generator(schema_of(func).name, device_of(args, kwargs))
         return func(*args, **kwargs)
+
+    def _saved(self, func: Any, drawing: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose what a checkpointed block draws; it keeps the state, to draw the same again."""
+        if drawing._schema.name != "prims::inductor_seeds":
+            self.seed_generator(drawing._schema.name, device_of(args, kwargs))
+            return func(drawing, *args, **kwargs)
+        count, device = args[0], torch.device(args[1])
+        late = in_backward() if self._late is None else self._late
+        seeds = torch.tensor(self._seeds_of(Draw(device, "seed", late), count), device=device)
+        state = generators()[device].manual_seed(len(self._seeds_by_state)).get_state()
+        self._seeds_by_state[_key(state)] = seeds
+        return state, seeds.clone()
+
+
+def _key(state: torch.Tensor) -> bytes:
+    """Return what tells states of generators apart."""
+    return bytes(state.cpu().numpy())
 
 
 # ---- eager ----
@@ -181,10 +199,8 @@ _DROPOUT = {"dropout", "scaled_dot_product_attention", "multi_head_attention_for
 _BERNOULLI = re.compile("bernoulli|dropout.|.dropout")
 
 
-class EagerDraws(TorchDispatchMode):
+class EagerDraws(SeesEveryOperator):
     """A scope in which eager draws what compiled code draws; without ``seeds`` it only counts."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -195,7 +211,7 @@ class EagerDraws(TorchDispatchMode):
         dynamic: bool = False,
     ) -> None:
         """``inner`` compiles. ``like``: a run in narrower dtypes, whose numbers are drawn again."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counts: Counter[Draw] = Counter()
         self.problem = ""
         """Why its numbers can't be chosen."""
@@ -211,10 +227,10 @@ class EagerDraws(TorchDispatchMode):
         for generator in generators().values() if self._seeds is not None else ():
             generator.manual_seed(_BEGIN)
         self._names.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        super().__exit__(*failure)
         self._names.__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

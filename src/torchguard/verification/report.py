@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchguard._environment import is_off
-from torchguard._events import is_trial, record
+from torchguard._events import html_table, is_trial, record
 from torchguard._public import public
 from torchguard._torch import warn_at_compiled_call
 from torchguard.errors import UnverifiedWarning
@@ -104,26 +104,40 @@ class VerificationReport:
     def _count(self, status: Status) -> int:
         return sum(graph.status == status for graph in self.graphs)
 
-    def __str__(self) -> str:
-        rows = [("graph", "operations", "status", "runs", "seconds", "because")]
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [_HEAD]
         for graph in self.graphs:
             because = graph.reason or "; ".join(graph.differences)
             name = f"{graph.function} ({graph.place})"
             seconds = f"{graph.seconds:.3f}"
             rows.append((name, str(graph.nodes), graph.status, graph.runs, seconds, because))
-        widths = [*(max(len(row[column]) for row in rows) for column in range(5)), 0]
-        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+        return rows
+
+    def _summary(self) -> str:
         summary = (
             f"{len(self.graphs)} graphs: {self.verified} verified, {self.mismatched} mismatched, "
             f"{self.unverified} unverified; {self.seconds:.3f} s spent on checks"
         )
-        if not self.graphs:
-            summary += (
-                "\nIf it was called, its calls may run graphs that were compiled for another "
-                "instance of this code: print(torchguard.verification_report())"
-            )
-        return "\n".join(line.rstrip() for line in [*lines, summary])
+        return summary if self.graphs else f"{summary}\n{_EMPTY}"
 
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [*(max(len(row[column]) for row in rows) for column in range(5)), 0]
+        lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+        return "\n".join(line.rstrip() for line in [*lines, self._summary()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table(self._rows(), self._summary())
+
+
+_HEAD = ("graph", "operations", "status", "runs", "seconds", "because")
+_EMPTY = (
+    "If it was called: its calls run graphs that were compiled for another instance of this code, "
+    "or Dynamo has compiled this code too often and runs it in eager, as in a notebook whose cell "
+    "defines a class again and again. torchguard.verification_report() has every graph, and "
+    "torch._dynamo.reset() starts again"
+)
 
 ALL_GRAPHS: list[GraphRecord] = []
 """The graphs of every backend of this process. Appending is one step, so it needs no lock."""

@@ -127,8 +127,8 @@ def verification() -> None:
 
     assert_type(tripled.stats(), torchguard.VerificationReport)
     layer = torchguard.verified(backend="aot_eager")(torch.nn.Linear(2, 2))
-    assert_type(layer, torchguard.VerifiedModule)
-    assert_type(layer.stats(), torchguard.VerificationReport)
+    assert_type(layer, torch.nn.Linear)
+    assert_type(torchguard.verified(layer), torch.nn.Linear)
     assert_type(list(layer.parameters()), list[torch.nn.Parameter])
     named: torchguard.Verified[..., torch.Tensor] = tripled
     del named

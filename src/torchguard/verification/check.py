@@ -142,8 +142,8 @@ class GraphCheck:
     def __post_init__(self) -> None:
         self.cell: list[_State] = [(self, set(), self.runs)]
         self._seeds = ORDERED
-        self._draws = EagerDraws()  # of the last run of eager
-        self._drawn = CompiledDraws(ORDERED)  # of the last run of what is compiled
+        self._draws: EagerDraws  # of the last run of eager
+        self._drawn: CompiledDraws  # of the last run of what is compiled
 
     @functools.cached_property
     def owned(self) -> list[torch.Tensor]:
@@ -183,7 +183,8 @@ class GraphCheck:
         finally:
             self._thread = None
             self._lock.release()
-        say_unverified(self.record)
+        if self.record.status == "unverified":
+            say_unverified(self.record)
         if warning is not None:
             record("miscompiled", "verified", warning.partition("\n")[0].rstrip(":"))
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
@@ -325,9 +326,10 @@ class GraphCheck:
         graph, draws = self.graph, self._draws
         is_random = bool(draws.counts)
         chosen = is_random and not self.draws_like_eager
-        self._drawn = CompiledDraws(self._seeds)
-        scope = self._drawn if chosen else None
-        compiled = run_on_copies(function, inputs, self.owned, reference=eager, within=scope)
+        drawn = None
+        if chosen:
+            drawn = self._drawn = CompiledDraws(self._seeds)
+        compiled = run_on_copies(function, inputs, self.owned, reference=eager, within=drawn)
         in_double = None
         if not self.owned and (chosen or not is_random):
             wide = self._eager_draws(like=draws)

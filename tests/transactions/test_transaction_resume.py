@@ -286,3 +286,106 @@ def test_a_plateau_steps_with_the_metric() -> None:
     losses = [step.run(lambda x: model(x).mean(), torch.ones(1, 1), metric=metric) for _ in "abc"]
     assert [each.item() for each in seen] == [each.item() for each in losses]
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+class Held:
+    """A sampler whose state has numbers and arrays of numpy."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "order": np.arange(3),
+            "none": np.zeros((0, 2)),
+            "at": np.int64(0),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": dict(self.state), "list": [np.float32(0.1)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16])
+def test_numbers_of_numpy_are_saved_readably_and_loaded_as_such(kind: Any, tmp_path: Path) -> None:
+    """A learning rate that is one is multiplied in its precision."""
+    beta: Any = kind if issubclass(kind, float) else float  # AdamW takes floats
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=kind(0.1), betas=(beta(0.8), 0.9), weight_decay=kind(0.1)
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, kind(0.7))
+        held = Held()
+        step = torchguard.transaction(model, optimizer, scheduler=scheduler, also=held)
+        return model, optimizer, held, step
+
+    def train(model: Any, optimizer: Any, held: Held, step: Any) -> Any:
+        for _ in range(3):
+            step.run(lambda x: model(x).square().mean(), torch.ones(2, 3))
+            held.state["order"] = held.state["order"] + 1
+        return [
+            *(p.tolist() for p in model.parameters()),
+            *(type(optimizer.param_groups[0][name]) for name in ("lr", "weight_decay")),
+            optimizer.param_groups[0]["lr"],
+            optimizer.param_groups[0]["betas"],
+            [(type(each), each.dtype, each.tolist()) for each in held.state.values()],
+        ]
+
+    first, second = make(), make()
+    train(*first)
+    torch.save(first[-1].state_dict(), tmp_path / "state.pt")
+    expected = train(*first)
+    second[-1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert train(*second) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*(checkpoint|TypedStorage)")
+@pytest.mark.parametrize("way", ["dcp.load", "load_sharded"])
+def test_a_new_process_does_not_lose_the_moments(way: str, tmp_path: Path) -> None:
+    """Its optimizer has none, so DCP reads none: said, with a way that works."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: PLC0415
+
+    first, second = Training(0), Training(1)
+    first.train(SAVED_AFTER)
+    dcp.save(first.step.state_dict(), checkpoint_id=tmp_path / "dcp")
+    expected = first.train(2)
+    found = second.step.state_dict()
+    if way == "dcp.load":
+        dcp.load(found, checkpoint_id=tmp_path / "dcp")
+    else:
+        torchguard.load_sharded(found, tmp_path / "dcp", extra=True)
+    before = second.state()
+    with pytest.raises(ValueError, match=r"state of 6 parameters was saved for AdamW"):
+        second.step.load_state_dict(found)
+    assert len(second.state()) == len(before)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
+    second.step.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert second.train(2) == expected
+
+
+def test_the_state_of_an_optimizer_may_contain_itself() -> None:
+    """In a dict, in a list, or through the optimizer: steps commit and fail as others do."""
+    for loop in (
+        lambda entry, _: entry.update(me=entry),
+        lambda entry, _: entry.update(me=[entry]),
+        lambda entry, _: entry.update(me={"a": (entry,)}),
+        lambda entry, optimizer: entry.update(me=optimizer),
+        lambda entry, optimizer: optimizer.param_groups[0].update(me=entry),
+        lambda _, optimizer: optimizer.param_groups[0].update(me=optimizer.param_groups[0]),
+    ):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(optimizer.state[model.weight], optimizer)
+        step = torchguard.transaction(model, optimizer)
+        for _ in range(2):
+            step.run(model, torch.ones(1, 2))
+        before = model.weight.tolist()
+        with pytest.raises(KeyError), step:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.state[model.weight]["more"] = 1
+            raise KeyError
+        assert "more" not in optimizer.state[model.weight]
+        assert (model.weight.tolist(), step.stats().commits) == (before, 2)
+        step.state_dict()

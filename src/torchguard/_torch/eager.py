@@ -426,9 +426,11 @@ def same_one_by_one(now: Any, before: Any) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two objects, or two lists or dicts of objects, are the same."""
+    if one is other:  # first: a dict may contain itself
+        return True
     if isinstance(one, dict):
         return same_one_by_one(list(one.values()), list(other.values()))
-    return one is other or (isinstance(one, list) and same_one_by_one(one, other))
+    return isinstance(one, list) and same_one_by_one(one, other)
 
 
 # ---- modules ----

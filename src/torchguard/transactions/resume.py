@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchguard._events import warn_user
+from torchguard._pytree import children, with_children
 from torchguard._torch import without_assign_marks
 from torchguard.state.optimizer_state import load_optimizer
 from torchguard.state.process import accelerator, named_generators, roll_back
@@ -29,7 +31,10 @@ def state_of(guarded: Guarded) -> dict[str, Any]:
         part: {str(number): _state_of(each) for number, each in enumerate(items)}
         for part, items in _parts_of(guarded).items()
     }
-    return {**state, "random": random_state(), "devices": " ".join(sorted(_devices_of(guarded)))}
+    # DCP loads what the new training has: an optimizer that has not stepped has no moments.
+    entries = {number: _entries_of(each) for number, each in state["optimizers"].items()}
+    devices = " ".join(sorted(_devices_of(guarded)))
+    return {**state, "entries": entries, "random": random_state(), "devices": devices}
 
 
 def load(guarded: Guarded, state: Any) -> None:
@@ -57,7 +62,12 @@ def _parts_of(guarded: Guarded) -> dict[str, tuple[Any, ...]]:
 def _state_of(item: Any) -> Any:
     if isinstance(item, Tensor):
         return item
-    return item.get_state() if isinstance(item, torch.Generator) else item.state_dict()
+    return item.get_state() if isinstance(item, torch.Generator) else _readable(item.state_dict())
+
+
+def _entries_of(state: Any) -> int:
+    """Return for how many parameters an optimizer's state dict has a state."""
+    return len(state.get("state", ())) if isinstance(state, Mapping) else 0
 
 
 def _calls(guarded: Guarded, state: Any) -> list[Callable[[], Any]]:
@@ -77,6 +87,16 @@ def _calls(guarded: Guarded, state: Any) -> list[Callable[[], Any]]:
                 f"{len(items)}: make the transaction from the same objects as before"
             )
         calls += [partial(_load, each, state[part][str(n)]) for n, each in enumerate(items)]
+    for number, saved in state.get("entries", {}).items():
+        there = _entries_of(state["optimizers"][number])
+        if there < saved:
+            name = type(guarded.training.all_optimizers()[int(number)]).__name__
+            raise ValueError(
+                f"load_state_dict: the state of {saved} parameters was saved for {name}, and that "
+                f"of {there} is here: dcp.load reads only what is there already, and an optimizer "
+                "that has not stepped has no moments. Convert the checkpoint by dcp_to_torch_save "
+                "of torch.distributed.checkpoint.format_utils, and load that file"
+            )
     held = frozenset(state.get("devices", "").split())  # absent in a state of torchguard 0.1
     return [*calls, *random_calls(state["random"], held, _devices_of(guarded))]
 
@@ -102,10 +122,47 @@ def _load(item: Any, state: Any) -> None:
     elif isinstance(item, torch.Generator):
         item.set_state(state)
     elif isinstance(item, Optimizer):
+        state = _as_held(item.state_dict(), state)
+        entries = state.get("state")
+        if isinstance(entries, Mapping):  # dcp_to_torch_save writes each index as a string
+            digits = {key: int(key) for key in entries if isinstance(key, str) and key.isdecimal()}
+            state = {**state, "state": {digits.get(k, k): each for k, each in entries.items()}}
         load_optimizer(item.load_state_dict, item, state)
     else:
+        state = _as_held(item.state_dict(), state)
         is_module = isinstance(item, torch.nn.Module)
         item.load_state_dict(without_assign_marks(state, assign=False) if is_module else state)
+
+
+# --- what torch.load(weights_only=True) reads ------------------------------------------------
+
+
+def _readable(node: Any, above: tuple[int, ...] = ()) -> Any:
+    """Return a state without numbers and arrays of numpy, which that refuses."""
+    if isinstance(node, np.generic):
+        return node.item()
+    if isinstance(node, np.ndarray) and not node.dtype.hasobject:
+        return {**_plain(node), "shape": list(node.shape)}
+    if type(node) not in {dict, OrderedDict, list, tuple} or id(node) in above:
+        return node
+    above = (*above, id(node))
+    pairs = [(key, child, _readable(child, above)) for key, child in children(node) or ()]
+    changed = {key: made for key, child, made in pairs if made is not child}
+    return with_children(node, changed) if changed else node
+
+
+def _as_held(held: Any, state: Any) -> Any:
+    """Return a state with numbers of numpy where the training has such, and with its arrays."""
+    if isinstance(held, np.generic) and isinstance(state, (bool, int, float, complex, str)):
+        return type(held)(state)
+    if isinstance(state, Mapping) and state.keys() == {"bytes", "dtype", "shape"}:
+        return _restored(state).reshape(state["shape"]).copy()
+    if type(state) not in {dict, OrderedDict, list, tuple}:
+        return state
+    now = dict(children(held) or ())
+    pairs = [(key, child, _as_held(now.get(key), child)) for key, child in children(state) or ()]
+    changed = {key: made for key, child, made in pairs if made is not child}
+    return with_children(state, changed) if changed else state
 
 
 # --- random generators -----------------------------------------------------------------------
@@ -155,7 +212,7 @@ def random_calls(
 def _plain(value: Any) -> Any:
     """Return a state as what ``torch.load(weights_only=True)`` reads."""
     if isinstance(value, np.ndarray):
-        return {"bytes": torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8),
+        return {"bytes": torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy()),
                 "dtype": str(value.dtype)}  # fmt: skip
     if isinstance(value, tuple):  # Python's: a version, 625 numbers, a float or None
         version, numbers, gauss = value

@@ -70,7 +70,8 @@ def module_with(base: tuple[type, ...], fails: Fails) -> Any:
     class Module(*base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.losses = net(), []
+            self.net = net()
+            self.losses: list[float] = []
 
         def training_step(self, batch: Any, _: int) -> Any:
             loss = self.net(batch[0]).square().mean()

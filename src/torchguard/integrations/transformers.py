@@ -155,7 +155,7 @@ class RetryMixin:
         """Train; after an exception leave a checkpoint of the last complete step."""
         trainer: Any = super()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_complete(Path(self._arguments.output_dir)) or True
+            resume_from_checkpoint = _newest_complete(Path(str(self._arguments.output_dir))) or True
         try:
             with self._open:
                 return trainer.train(resume_from_checkpoint, *args, **kwargs)
@@ -232,7 +232,8 @@ class RetryMixin:
         items = args[0] if args else kwargs.get("num_items_in_batch")
         assert self._rows is not None
         rows = rows_of(inputs, self.split, {})
-        whole, total = self._count(inputs), None
+        whole = self._count(inputs)
+        total: torch.Tensor | None = None
         if items is not None and self._is_share is None:
             one = next(rows.parts(inputs, 1))[0]
             self._is_share = self._divides_by_items(model, one, items)
@@ -242,7 +243,7 @@ class RetryMixin:
             else:
                 weight = self._count(part) / whole if whole else share
             with self._weighted(weight):
-                loss = run(model, part, *args, **kwargs) * weight
+                loss: torch.Tensor = run(model, part, *args, **kwargs) * weight
             total = loss if total is None else total + loss
         assert total is not None
         return total
@@ -333,7 +334,7 @@ class RetryMixin:
             trainer.lr_scheduler.step()
 
 
-class RetryTrainer(RetryMixin, Trainer):  # type: ignore[misc]
+class RetryTrainer(RetryMixin, Trainer):
     """``transformers.Trainer`` whose steps survive; see :class:`RetryMixin`.
 
     Example:
@@ -364,7 +365,7 @@ def _newest_complete(folder: Path) -> str | None:
         for each in (folder.iterdir() if folder.is_dir() else ())
         if (match := re.fullmatch(r"checkpoint-(\d+)", each.name)) and each.is_dir()
     }
-    faults = []
+    faults: list[str] = []
     for number in sorted(found, reverse=True):
         check = _check(found[number])
         if check is not None and check:

@@ -14,6 +14,7 @@ from torchguard._public import public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
 from torchguard.state.training import TrainingState
 from torchguard.training_setup import FirstSteps, StepsOutside, warn_of_parameters
+from torchguard.transactions.accumulation import Accumulation, is_accelerator
 from torchguard.transactions.block import Guarded, NonfiniteGate, Undo
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.step import Transaction
@@ -106,7 +107,7 @@ def transaction(
     models = _several("model", model)
     optimizers = list(map(_innermost, _several("optimizer", optimizer)))
     scalers, schedulers = _several("scaler", scaler), _several("scheduler", scheduler)
-    also = _several("also", also)
+    also = [Accumulation(e) if is_accelerator(e) else e for e in _several("also", also)]
     if len(scalers) > 1:
         raise TypeError(f"transaction: scaler has {len(scalers)} GradScalers, expected one")
     scaler = next(iter(scalers), None)
@@ -147,14 +148,17 @@ def transaction(
             ranks=None if group is None else Ranks(models, group),
             first_steps={each: FirstSteps(models, each, scaler) for each in optimizers},
             outside=StepsOutside(),
+            accumulation_is_known=any(isinstance(each, Accumulation) for each in also),
             sharded=next(filter(None, map(_sharded, modules)), None),
         )
     )
 
 
 def _can_be_saved(each: Any) -> bool:
-    return isinstance(each, (torch.Tensor, torch.Generator)) or (
-        hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+    return (
+        isinstance(each, (torch.Tensor, torch.Generator))
+        or is_accelerator(each)
+        or (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
     )
 
 

@@ -69,6 +69,8 @@ class Guarded:
     """Copies of an optimizer's last step, whose memory the next one uses again."""
     accumulation: BufferCopies | None = None
     """Those of the first block since the last step, for ``skip_nonfinite``."""
+    accumulation_is_known: bool = False
+    """Whether ``also`` has the Accelerator whose ``accumulate`` counts, or its lack was said."""
     loss_is_known: bool = False
     """Whether ``run`` knows that the loss function does not call ``backward()``."""
     sharded: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torchguard._public import public
 from torchguard._torch.eager import close_checkpoints
 from torchguard.errors import UnrecoverableStepError
 from torchguard.state.process import DeferredSignals, refuse_inside_step
-from torchguard.training_setup import frozen
+from torchguard.training_setup import frozen, warn_of_setup
+from torchguard.transactions.accumulation import is_accumulating
 from torchguard.transactions.block import Block, Guarded, steps_fused, watch
 from torchguard.transactions.resume import load, state_of
 from torchguard.transactions.retry import Retry, run
@@ -261,8 +263,22 @@ class Transaction:
                 if signals is not None:
                     signals.restore_handlers()
 
+    def _ask_for_accelerator(self) -> None:
+        """Warn once if a block ends within an accumulation whose counter is not put back."""
+        if self._guarded.training.optimizers and is_accumulating():
+            self._guarded.accumulation_is_known = True
+            warn_of_setup(
+                "transaction",
+                "accelerate's accumulate() counts micro-batches, and a rollback does not restore "
+                "its counter, so a batch that is run again shifts every later step: pass "
+                "transaction(..., also=accelerator)",
+            )
+
     def _leave(self, block: Block, exception: BaseException | None) -> None:
         """Commit the block, or roll it back."""
+        # Most programs have no Accelerate, and the walk to it costs more than this question.
+        if "accelerate.state" in sys.modules and not self._guarded.accumulation_is_known:
+            self._ask_for_accelerator()
         if exception is not None:
             close_checkpoints(exception)
             block.modes.restore()  # an interrupt may have come inside of torch.autocast or no_grad

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import types
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchguard
 from torchguard import safe_checkpoint
+from torchguard.rollback import recompute
 
 
 def make() -> Any:
@@ -114,3 +119,86 @@ def test_a_compiled_module_inside_a_checkpoint_counts_a_batch_once(fresh_dynamo:
             checkpoint(compiled, x, use_reentrant=False).sum().backward()
     assert model[1].num_batches_tracked == 3
     assert counter.frame_count == 1
+
+
+# ---- what blocks share ----
+
+
+class Left(nn.Module):
+    """Leaves its keys where the next block finds them."""
+
+    def __init__(self, place: str, *, detached: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.place, self.detached = place, detached
+        self.held: Any = None
+
+    def forward(self, x: torch.Tensor, box: Any) -> Any:
+        keys = self.linear(x)
+        keys = keys.detach() if self.detached else keys
+        if self.place == "dict":
+            box[0] = keys
+        elif self.place == "dict of tuples":
+            box[0] = (keys, 1)
+        elif self.place == "list":
+            box.append(keys)
+        elif self.place == "attribute":
+            self.held = keys
+        elif self.place == "object":
+            box.held = [keys]
+        return (x * 2, keys) if self.place == "returned" else x * 2
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "dict": dict, "dict of tuples": dict, "list": list, "attribute": dict,
+    "object": types.SimpleNamespace, "returned": dict,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_tensor_that_a_reentrant_block_leaves_is_named(
+    place: str, reentrant: bool, detached: bool, installed: bool
+) -> None:
+    """It has lost its gradient. One that is returned, or detached, is right."""
+    box, block = PLACES[place](), Left(place, detached=detached)
+    x = torch.ones(2, 3, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if installed:
+            with torchguard.install("recompute"):
+                checkpoint = torch.utils.checkpoint.checkpoint
+                result = checkpoint(lambda t: block(t, box), x, use_reentrant=reentrant)
+                (result[0] if place == "returned" else result).sum().backward()
+        else:
+            result = torchguard.safe_checkpoint(lambda t: block(t, box), x, use_reentrant=reentrant)
+            (result[0] if place == "returned" else result).sum().backward()
+    said = [str(w.message) for w in caught if "use_reentrant=True, and" in str(w.message)]
+    assert len(said) == (reentrant and not detached and place != "returned")
+
+
+def test_two_blocks_that_share_a_module_do_not_run_again_at_once() -> None:
+    shared, others = nn.Linear(1, 1), [nn.Linear(1, 1) for _ in range(2)]
+    inside, go_on, second = threading.Event(), threading.Event(), threading.Event()
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(60)
+        return shared(others[0](x))  # type: ignore[no-any-return]
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        second.set()
+        return others[1](shared(x))  # type: ignore[no-any-return]
+
+    blocks = [recompute.Block(each, (), keeps_random=False) for each in (one, other)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(blocks[0].run_again, torch.ones(1))
+        assert inside.wait(60)
+        then = pool.submit(blocks[1].run_again, torch.ones(1))
+        assert not second.wait(0.5)  # a run that need not wait is there within microseconds
+        go_on.set()
+        first.result(60)
+        then.result(60)
+    assert second.is_set()

@@ -15,17 +15,17 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from torchguard._events import record
+from torchguard._events import record, warn_user
 from torchguard._public import public
 from torchguard._pytree import names_in, reachable, with_children
 from torchguard._torch import (
@@ -51,13 +51,17 @@ from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
 
 _Entries = dict[Any, Any]
+_MOST = 1000  # a container of more items is data
 
 
 class Block:
     """A function that is checkpointed, and what it began from."""
 
-    def __init__(self, function: Any, given: Iterable[Any], *, keeps_random: bool) -> None:
+    def __init__(
+        self, function: Any, given: Iterable[Any], *, keeps_random: bool, is_reentrant: bool = False
+    ) -> None:
         self.function = function
+        self._is_reentrant = is_reentrant
         self._was_called = False
         self._watched: list[Tensor] = []
         self._versions: list[int | None] = []
@@ -72,6 +76,10 @@ class Block:
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
         self._code_copies = list(map(dict.copy, self._code))
         self._owners = [(each, type(each)) for each in open_modules]
+        self._holders: list[Any] = []
+        if is_reentrant:
+            held = (_items_of(each) for each in self._reached)
+            self._holders = [*map(vars, open_modules), *(e for e in held if e is not None)]
         # Each dict of a module, its entries now, and those that may be or hold state.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
         self._before = [(d, d.copy(), _rare_values(d)) for d in dicts]
@@ -134,7 +142,7 @@ class Block:
         written = {id(tensor): tensor for tensor, now, before in versions if now != before}
         if written and isinstance(called_by(self.function), nn.Module):
             self._refuse(next(iter(written.values())))
-        with _lock_of(self._modules):
+        with _alone_with(self._modules):
             now = _values_of(self._code)
             # Nearly always no hook or child has come or gone. A lazy module has become another one,
             # and has taken away its hooks.
@@ -153,6 +161,8 @@ class Block:
                 for entries, before, rare in self._before:
                     _restore_entries(entries, before, again if rare else {})
                 self._random.restore()
+                if self._is_reentrant:
+                    return self._run_and_look(args, kwargs)
                 if not written:
                     return self.function(*args, **kwargs)
                 # Of all that a method or a lambda reaches it may use a part: a model may be
@@ -166,10 +176,26 @@ class Block:
                     _restore_entries(entries, values)
                 random.restore()
 
+    def _run_and_look(self, args: Any, kwargs: Any) -> Any:
+        """Warn of tensors that the first run, which records no graph, has left to other code."""
+        before = list(_tensors_in(self._holders))
+        result = self.function(*args, **kwargs)
+        known = {id(each) for each in (*before, *_tensors_in(result))}
+        for each in _tensors_in(self._holders):
+            if each.grad_fn is not None and id(each) not in known:
+                warn_user(
+                    f"safe_checkpoint: use_reentrant=True, and {_name_of(self.function)} leaves a "
+                    f"tensor of shape {tuple(each.shape)} in a dict, a list or an attribute: what "
+                    "is computed from it sends no gradient back to the block. Write "
+                    "use_reentrant=False, or return the tensor; leave tensor.detach() there if it "
+                    "is only looked at"
+                )
+                break
+        return result
+
     def _refuse(self, tensor: Tensor) -> None:
         place = next(i for i, each in enumerate(self._watched) if each is tensor)
-        function = called_by(self.function)
-        block = getattr(function, "__qualname__", type(function).__name__)
+        block = _name_of(self.function)
         names = (
             f"{name} of {type(top).__name__}"
             for top in self._reached
@@ -261,6 +287,35 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
+def _items_of(value: Any) -> Any:
+    """Return what other code finds tensors in that a block leaves: a dict, a list, an object's."""
+    if isinstance(value, (dict, list, set, deque)):
+        return value if len(value) <= _MOST else None
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType, *_FUNCTIONS)):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in dicts, lists and tuples, and in those that they hold."""
+    level = [value]
+    for _ in range(5):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, Tensor):
+                yield each
+            elif isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, (list, tuple, set, deque)):
+                inner += each
+        level = inner
+
+
+def _name_of(function: Any) -> str:
+    block = called_by(function)
+    return getattr(block, "__qualname__", type(block).__name__)
+
+
 def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
     """Return a tuple whose tensors are replaced by their copies."""
     if isinstance(value, tuple):
@@ -336,13 +391,20 @@ def _restore_entries(entries: _Entries, held: _Entries, copies: _Entries | None 
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock, _without_modules = threading.Lock(), threading.RLock()
 
 
-def _lock_of(modules: list[nn.Module]) -> Any:
-    """Return what keeps two threads from running the same modules again at the same time."""
+@contextlib.contextmanager
+def _alone_with(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep two threads from running a module again at the same time, whatever else they run."""
     with _lock:
-        return _locks.setdefault(modules[0], threading.RLock()) if modules else _lock
+        locks = [_locks.setdefault(each, threading.RLock()) for each in modules]
+    with contextlib.ExitStack() as stack:
+        for lock in sorted(locks, key=id) or [
+            _without_modules
+        ]:  # in one order: none waits for ever
+            stack.enter_context(lock)
+        yield
 
 
 # ---- guards ----
@@ -379,7 +441,9 @@ def guard_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
         if not _is_inert() and any(ctx.needs_input_grad):
-            run_function = Block(run_function, args, keeps_random=preserve_rng_state)
+            run_function = Block(
+                run_function, args, keeps_random=preserve_rng_state, is_reentrant=True
+            )
         return original(ctx, run_function, preserve_rng_state, *args)
 
     return forward
@@ -484,5 +548,7 @@ def safe_checkpoint(
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
         keeps_random = options.get("preserve_rng_state", True)
-        function = Block(function, [*args, options], keeps_random=keeps_random)
+        function = Block(
+            function, [*args, options], keeps_random=keeps_random, is_reentrant=use_reentrant
+        )
     return checkpoint(function, *args, use_reentrant=use_reentrant, **options)

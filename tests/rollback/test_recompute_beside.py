@@ -179,6 +179,15 @@ def test_a_tensor_that_a_reentrant_block_leaves_is_named(
     assert len(said) == (reentrant and not detached and place != "returned")
 
 
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_an_attribute_that_each_run_computes_anew_is_not_named(norm: Any) -> None:
+    block, x = norm(nn.Linear(2, 2)), torch.ones(2, 2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torchguard.errors.TorchGuardWarning)
+        for _ in range(2):
+            safe_checkpoint(block, x, use_reentrant=True).sum().backward()
+
+
 def test_two_blocks_that_share_a_module_do_not_run_again_at_once() -> None:
     shared, others = nn.Linear(1, 1), [nn.Linear(1, 1) for _ in range(2)]
     inside, go_on, second = threading.Event(), threading.Event(), threading.Event()

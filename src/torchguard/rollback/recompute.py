@@ -76,10 +76,16 @@ class Block:
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
         self._code_copies = list(map(dict.copy, self._code))
         self._owners = [(each, type(each)) for each in open_modules]
-        self._holders: list[Any] = []
+        self._holders: list[tuple[Any, Collection[str]]] = []
         if is_reentrant:
-            held = (_items_of(each) for each in self._reached)
-            self._holders = [*map(vars, open_modules), *(e for e in held if e is not None)]
+            items = [(_items_of(each), ()) for each in self._reached]
+            # An attribute that is a tensor already is one that each run computes anew, as the
+            # weight of the old spectral_norm.
+            of_modules = [
+                (d, {name for name, value in d.items() if isinstance(value, Tensor)})
+                for d in map(vars, open_modules)
+            ]
+            self._holders = [*of_modules, *items]
         # Each dict of a module, its entries now, and those that may be or hold state.
         dicts = [d for each in open_modules for d in (*members_of(each)[:2], vars(each))]
         self._before = [(d, d.copy(), _rare_values(d)) for d in dicts]
@@ -178,10 +184,10 @@ class Block:
 
     def _run_and_look(self, args: Any, kwargs: Any) -> Any:
         """Warn of tensors that the first run, which records no graph, has left to other code."""
-        before = list(_tensors_in(self._holders))
+        before = list(self._left())
         result = self.function(*args, **kwargs)
         known = {id(each) for each in (*before, *_tensors_in(result))}
-        for each in _tensors_in(self._holders):
+        for each in self._left():
             if each.grad_fn is not None and id(each) not in known:
                 warn_user(
                     f"safe_checkpoint: use_reentrant=True, and {_name_of(self.function)} leaves a "
@@ -192,6 +198,12 @@ class Block:
                 )
                 break
         return result
+
+    def _left(self) -> Iterator[Tensor]:
+        """Yield the tensors that other code finds where the block can leave them."""
+        for holder, names in self._holders:
+            known = {n: v for n, v in holder.items() if n not in names} if names else holder
+            yield from _tensors_in(known)
 
     def _refuse(self, tensor: Tensor) -> None:
         place = next(i for i, each in enumerate(self._watched) if each is tensor)

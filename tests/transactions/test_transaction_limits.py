@@ -310,3 +310,53 @@ def test_a_tensor_in_also_has_its_gradient_flags_and_hooks_again(kind: str, undo
         assert (prompt.grad is before[0], prompt.grad.tolist()) == (True, before[1])
     assert not prompt._backward_hooks
     assert not prompt._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("undo", ["auto", "copy"])
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "number", "nested"])
+def test_what_a_step_hangs_on_parameters_is_rolled_back(kind: str, there: bool, undo: Any) -> None:
+    """Gradients of samples (opacus), or of higher precision (Megatron), add up in an attribute."""
+    model, optimizer = setup()
+
+    def add(parameter: Any, gradient: torch.Tensor) -> None:
+        held = vars(parameter)
+        if kind == "tensor":
+            held.setdefault("main_grad", torch.zeros(gradient.shape)).add_(gradient)
+        elif kind == "list":
+            held.setdefault("grad_sample", []).append(gradient.clone())
+        elif kind == "dict":
+            by = held.setdefault("by", {})
+            by["sum"] = by.get("sum", 0) + gradient
+        elif kind == "number":
+            held["times"] = held.get("times", 0) + 1
+        else:
+            held.setdefault("deep", [{"a": torch.zeros(gradient.shape)}])[0]["a"].add_(gradient)
+
+    def hung() -> Any:
+        return [str(vars(parameter)) for parameter in model.parameters()]
+
+    for parameter in model.parameters():
+        if there:
+            add(parameter, torch.ones_like(parameter))
+        parameter.register_hook(lambda gradient, p=parameter: add(p, gradient))
+    before = hung()
+    step = torchguard.transaction(model, optimizer, undo=undo)
+    with pytest.raises(KeyError), step:
+        model(torch.ones(1, 2)).sum().backward()
+        assert hung() != before
+        raise KeyError
+    assert hung() == before
+    with step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert hung() != before
+
+
+def test_marks_of_dynamo_on_parameters_stay() -> None:
+    model, optimizer = setup()
+    step = torchguard.transaction(model, optimizer)
+    with pytest.raises(KeyError), step:
+        torch._dynamo.mark_static_address(model.weight)
+        raise KeyError
+    assert hasattr(model.weight, "_dynamo_static_input_type")

@@ -23,6 +23,7 @@ from torchguard._torch.eager import (
     call_unseen,
     concatenated,
     copy_all,
+    has_own_dispatch,
     hooks_registered,
     members_of,
     not_saved,
@@ -142,6 +143,8 @@ class _Survey:
             [*own, *tensors, *chain.from_iterable(self._groups)], is_plain
         )
         self.all_parameters = [*self.parameters, *self.other_parameters]
+        # A wrapper subclass keeps the tensors that it is made of there.
+        self.attributes = [vars(each) for each in self.all_parameters if not has_own_dispatch(each)]
         self.buffers, self.other_buffers = parted(
             held,
             lambda b: is_plain(b) and b.dtype in LISTED and b.is_contiguous() and b.numel() > 0,
@@ -202,6 +205,28 @@ class BufferCopies:
             saved.restore()
 
 
+class Hung:
+    """What hangs on parameters: ``grad_sample`` of opacus, ``main_grad`` of Megatron."""
+
+    def __init__(self, survey: _Survey) -> None:
+        self._attributes = survey.attributes
+        self._before = {id(each): dict(each) for each in survey.attributes if each}
+        values = chain.from_iterable(map(dict.values, self._before.values()))
+        known = (*survey.all_parameters, *survey.buffers, *survey.other_buffers)
+        self._inside = Containers(values, skip=known) if self._before else None
+
+    def restore(self) -> None:
+        """Restore which attributes there are, and containers and tensors among them."""
+        for now in self._attributes:
+            before = self._before.get(id(now), {})
+            if now or before:
+                # Dynamo notes there how it compiles.
+                noted = {key: now[key] for key in now if key.startswith("_dynamo")}
+                restore_container(now, {**before, **noted})
+        if self._inside is not None:
+            self._inside.restore()
+
+
 class TrainingSnapshot:
     """The state of a training at the time this was made."""
 
@@ -215,6 +240,7 @@ class TrainingSnapshot:
         self._requires_grad = [each.requires_grad for each in survey.all_parameters]
         self._gradients = Gradients(survey.all_parameters, data=True)
         self.has_gradients = bool(self._gradients.present)
+        self._hung = Hung(survey)
         self.buffers = BufferCopies(survey)
         self._odd: list[Snapshot] = [
             capture(each, data=parameters) for each in survey.other_parameters
@@ -274,6 +300,7 @@ class TrainingSnapshot:
         # Shapes and memory before elements: a copy goes into memory of the old size.
         yield self._restore_metadata
         yield self._gradients.restore
+        yield self._hung.restore
         yield self.buffers.restore_elements
         for saved in self._odd:
             yield saved.restore

@@ -77,8 +77,7 @@ _PUBLIC = {
 # What the functions above return, for annotations: nobody makes one, so dir() leaves them out.
 _RETURNED = {
     "_events": ("Event",),
-    "bucketing.decorator.call": ("Bucketed",),
-    "bucketing.decorator.module": ("BucketedModule",),
+    "bucketing.decorator.bucketed": ("Bucketed", "BucketedModule"),
     "bucketing.decorator.stats": ("BucketedStats",),
     "bucketing.padding": ("Padded",),
     "checkpoint.whole": ("CheckpointCheck",),

@@ -7,8 +7,8 @@ from torchguard.assignment.assign import sliced_assign, sliced_assign_
 from torchguard.bucketing.buckets import Buckets
 from torchguard.bucketing.collator import BucketCollator
 from torchguard.bucketing.decorator.api import bucketed
-from torchguard.bucketing.decorator.call import Bucketed as Bucketed
-from torchguard.bucketing.decorator.module import BucketedModule as BucketedModule
+from torchguard.bucketing.decorator.bucketed import Bucketed as Bucketed
+from torchguard.bucketing.decorator.bucketed import BucketedModule as BucketedModule
 from torchguard.bucketing.decorator.stats import BucketedStats as BucketedStats
 from torchguard.bucketing.padding import Padded as Padded
 from torchguard.bucketing.padding import length_mask, pad_to_bucket, unpad

@@ -105,18 +105,36 @@ def test_only_torch_room_names_private_modules_of_torch_in_strings() -> None:
     assert private == []
 
 
+# A step and its retries name each other's types: one of them has to come first.
+CIRCLES = {("torchguard.transactions.retry", "torchguard.transactions.step")}
+
+
+def _at_import(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, those for type checkers alone too.
+
+    What is imported inside of a function comes later.
+    """
+    for node in tree.body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from node.body
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Two modules of one room do not, either."""
+    """Two modules of one room do not, either, nor for type checkers alone."""
     graph = {}
     for path, tree in TREES.items():
         module = f"torchguard.{path.removesuffix('.py').replace('/', '.')}"
         graph[module.removesuffix(".__init__")] = {
             target
-            for node in tree.body  # what is imported inside of a function comes later
+            for node in _at_import(tree)
             if isinstance(node, ast.ImportFrom) and node.module
             for alias in node.names
             for target in (f"{node.module}.{alias.name}", node.module)
         }
+    for module, imported in CIRCLES:
+        assert imported in graph[module]
+        graph[module].remove(imported)
     while free := [name for name in graph if not graph[name] & graph.keys() - {name}]:
         for name in free:
             del graph[name]

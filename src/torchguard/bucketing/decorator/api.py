@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    Protocol,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    get_args,
-    overload,
-)
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
-from typing_extensions import Required, Unpack
+from typing_extensions import Unpack
 
 from torchguard._public import public
-from torchguard.bucketing.decorator.call import Bucketed
-from torchguard.bucketing.decorator.module import BucketedModule, module_around
+from torchguard.bucketing.decorator.bucketed import Bucketed, BucketedModule, module_around
+from torchguard.bucketing.decorator.spec import CheckPadding, Dims, Options, check_options
 from torchguard.bucketing.padding import Side
-
-
-class NamedDim(Protocol):
-    """A ``torch.export.Dim``, which has a name."""
-
-    __name__: str
-
-
-DimsOfArgument: TypeAlias = (
-    Mapping[int, str | NamedDim]
-    | Mapping[str, "DimsOfArgument"]
-    | Sequence["DimsOfArgument"]
-    | None
-)
-Dims: TypeAlias = Mapping[str, DimsOfArgument] | Sequence[DimsOfArgument]
-"""``{argument: {dim: name}}``, or a sequence in the order of the arguments; containers nest."""
-
-CheckPadding: TypeAlias = Literal["first", "always", "never"]
-
-
-class Options(TypedDict, total=False):
-    """The options of :func:`bucketed`, which says what they mean."""
-
-    dims: Required[Dims]
-    buckets: Any
-    fill: Mapping[str, Any] | None
-    lengths: Any
-    mask: Any
-    outputs: Any
-    side: Side
-    check_padding: CheckPadding
-    compile: bool | Mapping[str, Any] | None
-
 
 _Result = TypeVar("_Result")
 
@@ -174,29 +131,10 @@ def bucketed(  # noqa: D417 - options are named; nothing else comes by position
         "check_padding": check_padding,
         "compile": compile,
     }
-    _check(options)
+    check_options(options)
     if function is None:
         return functools.partial(_wrap, options=options)
     return _wrap(function, options)
-
-
-def _check(options: Mapping[str, Any]) -> None:
-    """Raise for an option of another type, or a word that is not one of those it can be."""
-    dims, fill = options["dims"], options["fill"]
-    of_a_tensor = isinstance(dims, Mapping) and dims and all(type(key) is int for key in dims)
-    if not isinstance(dims, (Mapping, Sequence)) or isinstance(dims, str) or of_a_tensor:
-        raise TypeError(
-            f"bucketed: dims is {dims!r}, expected {{argument: {{dim: name}}}}, such as "
-            "{'x': {1: 't'}}"
-        )
-    for name, words in (("side", Side), ("check_padding", CheckPadding)):
-        if options[name] not in get_args(words):
-            listed = ", ".join(map(repr, get_args(words)))
-            raise ValueError(f"bucketed: {name} is {options[name]!r}, expected one of {listed}")
-    if fill is not None and not isinstance(fill, Mapping):
-        raise TypeError(
-            f"bucketed: fill is {fill!r}, expected {{argument: value}}, such as {{'labels': -100}}"
-        )
 
 
 def _wrap(function: Any, options: Options) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,23 +10,23 @@ import torch
 from torchguard._events import user_line
 from torchguard._pytree import flatten
 from torchguard._torch import OPERATOR_CLASSES, TorchDispatchMode, schema_of
-from torchguard.bucketing.decorator.bucket import Case, Plan, sizes_of
-from torchguard.bucketing.decorator.output_shapes import Narrow, OutputShapes
+from torchguard.bucketing.decorator.real import Narrow, Real
+from torchguard.bucketing.decorator.shape import Shape
 from torchguard.equivalence.compare import PADDING, Difference, judge
 from torchguard.equivalence.outcome import Outcome
 
 # ---- padding has changed the answer ----
 
 
-def leak_of(  # noqa: PLR0917 - as many as a difference has
-    shapes: OutputShapes, case: Case, found: Difference, expected: Outcome, got: Outcome, fills: Any
+def leak_of(
+    real: Real, found: Difference, expected: Outcome, got: Outcome, fills: Mapping[int, Any]
 ) -> str:
     """Name what differs between a run and one with more, or other, padding, and by how much.
 
     The structure of both outcomes is a ``FlatOutput``.
     """
-    name, what = shapes.name, sizes_of(case.plan)
-    filled = " and ".join(each.label for each in case.plan.inputs if each.index in fills)
+    name, what = real.spec.name, str(real.shape)
+    filled = " and ".join(each.label for each in real.shape.inputs if each.index in fills)
     if got.error is not None:
         return (
             f"{name} fails with another value than 0 in the padding of {filled} ({what}): "
@@ -34,7 +34,7 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
         )
     if fills:
         what += f"; with another value in the padding of {filled}"
-    elif case.content:
+    elif real.content:
         what += "; the padding is that with which the call has arrived"
     if found.part == "structure":
         return f"{name} returns another structure when its input is padded ({what})"
@@ -59,20 +59,20 @@ def leak_of(  # noqa: PLR0917 - as many as a difference has
     )
 
 
-def advice(shapes: OutputShapes, case: Case, fills: Any) -> str:
+def advice(real: Real, fills: Mapping[int, Any]) -> str:
     """Return what to type: a mask, the true sizes, or what the padding has to hold."""
-    given = {*case.plan.extras, *(each.label for each in case.plan.inputs)}
-    masks = " and ".join(name for name in shapes.spec.masks if name in given)
+    given = {*real.own, *(each.label for each in real.shape.inputs)}
+    masks = " and ".join(name for name in real.spec.masks if name in given)
     if masks:
         text = (
-            f". {masks} was given: something in {shapes.name} does not use it, or takes it the "
+            f". {masks} was given: something in {real.spec.name} does not use it, or takes it the "
             "other way round, or a loss reads positions that it masks (labels there: "
             "fill={'labels': -100})"
         )
     else:
         text = ". Pass the function a mask (mask=) or the true sizes (lengths=)"
     if fills:
-        zeros = dict.fromkeys(map(case.call.argument_of, fills), 0)
+        zeros = dict.fromkeys(map(real.call.argument_of, fills), 0)
         return (
             f"{text}. With 0 there nothing differs for this call; fill={zeros} says that 0 is "
             "right for every call (as for a sum, but not for a maximum)"
@@ -96,12 +96,12 @@ class FirstDifference(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = ""
         """Says which it is, with the user's line that called it."""
-        self._sizes = {(plan.sizes[axis], bucket) for axis, bucket in plan.buckets.items()}
-        self._side = plan.side
+        self._sizes = set(zip(shape.real, shape.bucket, strict=True))
+        self._side = shape.side
         self._first: list[tuple[str, list[torch.Tensor]]] = []
         self._expected: Iterator[tuple[str, list[torch.Tensor]]] | None = None
         """What is left to compare with; None in the first run."""
@@ -128,7 +128,7 @@ class FirstDifference(TorchDispatchMode):
                 leaves, _ = flatten(result)
                 made = [each for each in leaves if isinstance(each, torch.Tensor)]
                 # Integers, such as a test whether a mask is needed, are seldom the reason.
-                self._note(name, [each for each in made if not _is_integer(each)])
+                self._note(name, [e for e in made if e.is_floating_point() or e.is_complex()])
         return result
 
     def _note(self, name: str, made: list[torch.Tensor]) -> None:
@@ -161,7 +161,3 @@ class FirstDifference(TorchDispatchMode):
             expected = expected.narrow(*Narrow.of(dim, real, size, self._side))
             got = got.narrow(*Narrow.of(dim, real, padded, self._side))
         return [expected.detach(), got.detach()]
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

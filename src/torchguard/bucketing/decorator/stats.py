@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from torchguard._public import public
-from torchguard.bucketing.decorator.compiled import graphs_of
-
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.call import Caller
 
 
 @public
@@ -77,29 +77,60 @@ class BucketedStats:
         return "\n".join(lines)
 
 
-def stats_of(caller: Caller) -> BucketedStats:
-    """Gather what a caller has counted."""
-    with caller.lock:
-        # Copies: a call of another thread may add one while graphs are counted.
-        buckets = {sizes: replace(each) for sizes, each in caller.buckets.items()}
-        graphs = {id(each): each for b in buckets.values() for each in list(b.graphs.values())}
-    real = sum(
-        each.real + (0.0 if each.on_device is None else float(each.on_device))
-        for each in buckets.values()
-    )
-    padded = sum(each.padded for each in buckets.values())
-    seen: dict[Any, int] = dict(caller.seen())
-    if len(caller.spec.ladders) == 1:
-        seen = {size: count for (size,), count in seen.items()}
-    return BucketedStats(
-        name=caller.name,
-        calls=sum(each.calls for each in buckets.values()),
-        hits={sizes: each.calls for sizes, each in sorted(buckets.items()) if each.calls},
-        waste=padded / real - 1 if real else 0.0,
-        compile_seconds=sum(each.seconds for each in graphs.values()),
-        graphs=sum(graphs_of(each) for each in graphs.values()),
-        axes=tuple(caller.spec.ladders),
-        compiled=caller.compiler is not None,
-        proven=tuple(sorted(sizes for sizes, each in buckets.items() if each.proven)),
-        seen=seen,
-    )
+@dataclass
+class Tally:
+    """What was counted of calls of the same sizes."""
+
+    bucket: tuple[int, ...]
+    calls: int = 0
+    real: float = 0.0
+    padded: int = 0
+    on_device: torch.Tensor | None = None
+    """What else is real by masks on an accelerator: read by ``stats()`` only, which waits."""
+
+
+class Counts:
+    """Counts calls, of several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tallies: dict[tuple[int, ...], Tally] = {}
+
+    def add(self, sizes: tuple[int, ...], bucket: tuple[int, ...], real: Any, padded: int) -> None:
+        """Count a call that has returned."""
+        with self._lock:  # += reads and writes, and another thread may call in between
+            tally = self._tallies.get(sizes)
+            if tally is None:
+                tally = self._tallies[sizes] = Tally(bucket)
+            tally.calls += 1
+            tally.padded += padded
+            if isinstance(real, torch.Tensor):
+                before = tally.on_device
+                tally.on_device = real if before is None else before.to(real.device) + real
+            else:
+                tally.real += real
+
+    def buckets(self) -> set[tuple[int, ...]]:
+        """Return the buckets in which calls were."""
+        with self._lock:
+            return {each.bucket for each in self._tallies.values()}
+
+    def stats(self, **known: Any) -> BucketedStats:
+        """Return what was counted, with the other fields of a ``BucketedStats``."""
+        with self._lock:
+            tallies = {sizes: replace(each) for sizes, each in self._tallies.items()}
+        hits: Counter[tuple[int, ...]] = Counter()
+        for each in tallies.values():
+            hits[each.bucket] += each.calls
+        real = sum(
+            each.real + (0.0 if each.on_device is None else float(each.on_device))
+            for each in tallies.values()
+        )
+        padded = sum(each.padded for each in tallies.values())
+        return BucketedStats(
+            calls=sum(hits.values()),
+            hits=dict(sorted(hits.items())),
+            waste=padded / real - 1 if real else 0.0,
+            seen={s[0] if len(s) == 1 else s: each.calls for s, each in tallies.items()},
+            **known,
+        )

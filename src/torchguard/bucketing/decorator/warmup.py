@@ -6,51 +6,51 @@ import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from torchguard._events import warn_user
-from torchguard.bucketing.decorator.bucket import Call, Input, Plan
-from torchguard.bucketing.decorator.compiled import alone
-from torchguard.bucketing.decorator.masking import Real, real_by_caller
-from torchguard.bucketing.decorator.options import AxisSizes, Spec, find_inputs
-from torchguard.bucketing.decorator.output_shapes import FlatOutput
+from torchguard.bucketing.decorator.graphs import alone
+from torchguard.bucketing.decorator.real import FlatOutput, Told, told_of_padding
+from torchguard.bucketing.decorator.routes import Route, Runner
+from torchguard.bucketing.decorator.shape import AxisSizes, Call, Input, padded, shape_of
+from torchguard.bucketing.decorator.spec import Spec
 from torchguard.bucketing.padding import pad_to_bucket
 from torchguard.equivalence.isolate import module_state_restored, rng_state_restored
 from torchguard.equivalence.outcome import Output, send_backward
 from torchguard.errors import PaddingLeakError, is_out_of_memory
 
-if TYPE_CHECKING:
-    from torchguard.bucketing.decorator.call import Caller
-
 # The first call of a CUDA graph warms up, the second records, the third replays.
 _CUDA_GRAPH_TURNS = 3
 
 
-def warm_up(caller: Caller, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def warm_up(caller: Runner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Prove and compile every combination of buckets for an example like this one."""
     spec = caller.spec
-    if caller.compiler is None and spec.options["compile"] is None:
+    if caller.compiler is None and not caller.says_compile:
         warn_user(
-            f"bucketed: warmup() has nothing to compile: {caller.name} runs uncompiled. Pass "
+            f"bucketed: warmup() has nothing to compile: {spec.name} runs uncompiled. Pass "
             "compile=True to bucketed"
         )
     call = Call.of(spec, caller.owner, args, kwargs)
-    inputs, own = find_inputs(spec, call)
+    shape = shape_of(replace(spec, ladders=dict.fromkeys(spec.ladders)), call, ())
+    inputs, own = shape.inputs, shape.sizes
     modules = call.modules(caller.function)
     for buckets in _combinations(caller):
         # Not isolated(): Dynamo guards on whether autocast's cache is on.
         with rng_state_restored(), module_state_restored(modules, values=True):
             # A full one first: what does not fit into memory shows at once, and needs no padding.
-            plan, sized = _resized(caller, call, inputs, buckets)
-            if plan.graph.compiles and plan.specialization not in plan.graph.warmed_for:
-                _run_backward_too(caller, plan, sized)
+            route, sized = _resized(caller, call, inputs, buckets)
+            graph, specialization = route.graph, route.shape.specialization
+            if graph.code is not None and specialization not in graph.warmed_for:
+                _run_backward_too(caller, route, sized)
             _prove(caller, call, inputs, own, buckets)
 
 
 def _prove(
-    caller: Caller, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
+    caller: Runner, call: Call, inputs: Sequence[Input], own: AxisSizes, buckets: AxisSizes
 ) -> None:
     """Prove a bucket with the most padding that a call can have, and derive its outputs' sizes.
 
@@ -78,15 +78,15 @@ def _prove(
                 raise
 
 
-def _complete(caller: Caller, plan: Plan, call: Call, buckets: AxisSizes) -> bool:
+def _complete(caller: Runner, route: Route, call: Call, buckets: AxisSizes) -> bool:
     """Prove a bucket with this call; return whether it is one of the bucket."""
-    if plan.buckets != buckets:
+    if route.shape.buckets != buckets:
         return False
-    caller.prove(plan, call)
-    if plan.pads and not plan.slices:
+    caller.prove(route, call)
+    if route.pads and not route.slices:
         # With check_padding="never" nothing has run yet that says what an output is like.
-        args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
-        caller.learn(plan, call, caller.first_run(plan)(*args, **kwargs))
+        args, kwargs = call.bind(route.extras, padded(route.pads, call.leaves))
+        caller.learn(route, call, caller.first_run(route)(*args, **kwargs))
     return True
 
 
@@ -115,8 +115,8 @@ def _cut_or_padded(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisS
 
     They are cut where the caller's own mask calls something real, in every sequence.
     """
-    told = real_by_caller(spec, inputs, call)
-    side = spec.options["side"]
+    told = told_of_padding(spec, inputs, call)
+    side = spec.side
     new: dict[int, Any] = {}
     for each in inputs:
         sized, fill = call.leaves[each.index].detach(), 0 if each.fill is None else each.fill
@@ -131,7 +131,7 @@ def _cut_or_padded(spec: Spec, inputs: Sequence[Input], call: Call, sizes: AxisS
     return call.with_leaves(new)
 
 
-def _real_start(told: Sequence[Real], axis: str, size: int, length: int, side: str) -> int:
+def _real_start(told: Sequence[Told], axis: str, size: int, length: int, side: str) -> int:
     """Return where a part begins in which every sequence has something real, 0 if none does."""
     own = [each.positions for each in told if each.axis == axis]
     starts = (0, size - length) if side == "right" else (size - length, 0)
@@ -142,19 +142,19 @@ def _real_start(told: Sequence[Real], axis: str, size: int, length: int, side: s
 
 
 def _resized(
-    caller: Caller, call: Call, inputs: Sequence[Input], sizes: AxisSizes
-) -> tuple[Plan, Call]:
-    """Return the example cut or padded to these sizes, and its plan."""
+    caller: Runner, call: Call, inputs: Sequence[Input], sizes: AxisSizes
+) -> tuple[Route, Call]:
+    """Return the example cut or padded to these sizes, and its route."""
     sized = _cut_or_padded(caller.spec, inputs, call, sizes)
     args, kwargs = sized.bind()
     return caller.look_up(tuple(args[len(call.owner) :]), kwargs)
 
 
-def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
-    """Run a plan and its backward for the first time, uncounted: both are compiled."""
-    graph = plan.graph
-    args, kwargs = call.bind(plan.extras, plan.pad(call.leaves))
-    run = caller.first_run(plan)
+def _run_backward_too(caller: Runner, route: Route, call: Call) -> None:
+    """Run a route and its backward for the first time, uncounted: both are compiled."""
+    graph = route.graph
+    args, kwargs = call.bind(route.extras, padded(route.pads, call.leaves))
+    run = caller.first_run(route)
     for _ in range(_CUDA_GRAPH_TURNS if graph.cuda_graphs else 1):
         output, run = run(*args, **kwargs), graph.run
         begun = time.perf_counter()
@@ -162,20 +162,20 @@ def _run_backward_too(caller: Caller, plan: Plan, call: Call) -> None:
         with alone():
             send_backward([Output(leaf) for leaf in FlatOutput.of(output).leaves], {}, {})
         graph.seconds += time.perf_counter() - begun
-    graph.warmed_for.add(plan.specialization)
+    graph.warmed_for.add(route.shape.specialization)
 
 
-def _ladders(caller: Caller) -> dict[str, list[int]]:
+def _ladders(caller: Runner) -> dict[str, list[int]]:
     """Return the buckets of each axis: those given, or those that calls have made."""
     return {
         axis: list(given)
         if given is not None
-        else sorted({each[place] for each in list(caller.buckets)})
+        else sorted({each[place] for each in caller.counts.buckets()})
         for place, (axis, given) in enumerate(caller.spec.ladders.items())
     }
 
 
-def _combinations(caller: Caller) -> list[AxisSizes]:
+def _combinations(caller: Runner) -> list[AxisSizes]:
     """Return the sizes of each combination of buckets, the largest first."""
     ladders = _ladders(caller)
     empty = [name for name, sizes in ladders.items() if not sizes]
@@ -184,7 +184,7 @@ def _combinations(caller: Caller) -> list[AxisSizes]:
             f"bucketed: no buckets are given for {empty[0]!r}, and no call has made one: pass "
             "buckets=, or warm up after some calls"
         )
-    combinations = [
+    combinations: list[AxisSizes] = [
         dict(zip(ladders, sizes, strict=True)) for sizes in itertools.product(*ladders.values())
     ]
     # What runs out of memory does so at once.

@@ -11,18 +11,23 @@ https://github.com/pytorch/pytorch/issues/190631
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
 
 from torchguard import _torch
-from torchguard.bucketing.decorator.bucket import COMPILE_LOCK, Graph, Plan, Specialization
+from torchguard.bucketing.decorator.shape import Shape, Specialization
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+COMPILE_LOCK = threading.RLock()
+"""Held while a graph is compiled for the first time, and during a check: both change settings of
+the whole process for a moment."""
 
 RECOMPILE_LIMIT = 8
 """As often as torch compiles a function anew before it gives up and runs it uncompiled."""
@@ -40,40 +45,50 @@ def alone() -> Iterator[None]:
         yield
 
 
-def graph_for(function: Callable[..., Any], compiler: Compiler, plan: Plan) -> Graph:
-    """Return what runs a padded call; it is compiled if its bucket has none like it yet."""
-    graphs = plan.bucket.graphs
-    key = (plan.shapes, plan.specialization.global_state)
-    if key not in graphs:
+@dataclass
+class Graph:
+    """What runs a bucket's inputs of certain padded shapes, in one global state."""
+
+    run: Callable[..., Any]
+    code: CodeType | None = None  # of its own, where it is compiled for static sizes
+    cuda_graphs: bool = False
+    compiled_for: set[Specialization] = field(default_factory=set)
+    """What it has run for: for anything else it is compiled anew."""
+    warmed_for: set[Specialization] = field(default_factory=set)
+    """What its backward has run for too."""
+    seconds: float = 0.0  # what the first call in each took, and warming up
+    first_graphs: int = 0
+    first_entries: int = 0
+
+    @classmethod
+    def compiled(cls, function: Callable[..., Any], compiler: Compiler, shape: Shape) -> Graph:
+        """Compile a function for the padded shapes of a call."""
         # Dynamo keeps the sizes it has seen under this name, in a file too.
-        sizes = "_".join("x".join(map(str, shape)) for _, shape in plan.shapes)
+        sizes = "_".join("x".join(map(str, each)) for _, each in shape.padded)
         copied = _separated(function, f"bucket_{sizes}")
         run = _torch.compiles_inside(compiler(copied), alone)
-        cuda_graphs = _torch.records_cuda_graphs(run)
-        graphs[key] = Graph(run, copied.__code__, compiles=True, cuda_graphs=cuda_graphs)
-    return graphs[key]
+        return cls(run, copied.__code__, cuda_graphs=_torch.records_cuda_graphs(run))
 
+    @property
+    def count(self) -> int:
+        """How many graphs were compiled for it."""
+        if self.code is None:
+            return 0
+        # Dynamo's own count: guards that fail later compile anew without asking us.
+        later = _torch.compiled_variants(self.code) - self.first_entries
+        return self.first_graphs + max(later, 0)
 
-def graphs_of(graph: Graph) -> int:
-    """Count the graphs that were compiled for it."""
-    if graph.code is None:
-        return graph.first_graphs
-    # Dynamo's own count: guards that fail later compile anew without asking us.
-    later = _torch.compiled_variants(graph.code) - graph.first_entries
-    return graph.first_graphs + max(later, 0)
-
-
-@contextlib.contextmanager
-def compiling(graph: Graph, specialization: Specialization) -> Iterator[None]:
-    """Note the seconds and graphs that the first call of a graph takes."""
-    with alone():
-        graphs, begun = _torch.graphs_compiled(), time.perf_counter()
-        yield
-        graph.seconds += time.perf_counter() - begun
-        graph.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
-        if graph.code is not None:
-            graph.first_entries = _torch.compiled_variants(graph.code)
-        graph.compiled_for.add(specialization)
+    @contextlib.contextmanager
+    def compiling(self, specialization: Specialization) -> Iterator[None]:
+        """Note the seconds and graphs that a first call takes."""
+        with alone():
+            graphs, begun = _torch.graphs_compiled(), time.perf_counter()
+            yield
+            self.seconds += time.perf_counter() - begun
+            self.first_graphs += max(_torch.graphs_compiled() - graphs, 0)
+            if self.code is not None:
+                self.first_entries = _torch.compiled_variants(self.code)
+            self.compiled_for.add(specialization)
 
 
 def compiler_for(

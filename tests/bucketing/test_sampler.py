@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import warnings
 from bisect import bisect_left
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
@@ -305,6 +306,22 @@ def test_what_is_wrong_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         BucketBatchSampler(*arguments, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_items_that_are_never_drawn_are_named_once(workers: int) -> None:
+    """And nothing is said where each item has a length."""
+    rows: Any = [torch.ones(5)] * 9
+    for count in (6, 9):
+        sampler = BucketBatchSampler([5] * count, [8], batch_size=3)
+        loader: DataLoader[Any] = DataLoader(rows, batch_sampler=sampler, num_workers=workers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                list(loader)
+        said = [str(each.message) for each in caught if "never drawn" in str(each.message)]
+        assert len(said) == (count < 9)
+        assert not said or "lengths has 6 items, and the dataset of the DataLoader has 9" in said[0]
 
 
 def test_a_bucket_without_items_may_be_above_the_budget() -> None:

@@ -662,3 +662,12 @@ def batches_yielded(iterator: Any) -> Callable[[], int] | None:
     if "_num_yielded" not in attributes:
         return None
     return lambda: int(attributes["_num_yielded"])
+
+
+def items_of_loader(iterator: Any) -> int | None:
+    """Return how long the dataset of an iterator of a DataLoader is; None if it does not say."""
+    dataset = getattr(iterator, "__dict__", {}).get("_dataset")
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

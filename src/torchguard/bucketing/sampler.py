@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from torchguard import _torch
+from torchguard._events import warn_user
 from torchguard._public import public
 from torchguard.bucketing.buckets import Buckets, as_buckets
 from torchguard.bucketing.fit import Cost, costs_of
@@ -111,6 +112,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self._items: list[_Integers] = np.split(order, np.cumsum(items)[:-1])
         in_buckets = repr((items, self._counted)).encode() + order.tobytes()
         self._checksum = zlib.crc32(in_buckets)
+        self._warned = False
         self.epoch = 0  # of the pass that runs or ran last
         self._begin = 0  # the step at which the next pass begins
         self._given = 0  # steps handed out in this pass
@@ -129,6 +131,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         """
         caller = sys._getframe(1).f_locals.get("self")
         self._refuse_another_sharding(caller)
+        self._warn_of_missing(caller)
         # Nobody need have asked for one more: transformers' Trainer takes len(loader) batches.
         if self._given == self._steps:
             self.set_epoch(self.epoch + 1)
@@ -218,6 +221,18 @@ class BucketBatchSampler(Sampler[list[int]]):
         random = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
         steps = list(draw_steps(self._items, self._counted, self._ranks, random))
         return steps if random is None else [steps[n] for n in random.permutation(len(steps))]
+
+    def _warn_of_missing(self, caller: Any) -> None:
+        """Warn once if the dataset of the DataLoader that draws has more items than lengths."""
+        items, there = sum(map(len, self._items)), _torch.items_of_loader(caller)
+        if self._warned or there is None or there <= items:
+            return
+        self._warned = True
+        warn_user(
+            f"{_NAME}: lengths has {items} items, and the dataset of the DataLoader has {there}: "
+            f"the last {there - items} are never drawn. Pass the length of each item; to leave "
+            f"them out, give the DataLoader torch.utils.data.Subset(dataset, range({items}))"
+        )
 
     def _refuse_another_sharding(self, caller: Any) -> None:
         """Raise where accelerate's BatchSamplerShard deals this rank's batches out once more.

@@ -9,14 +9,14 @@ writes ``costs.json`` and the table of docs/project/costs.md. The counts are exa
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fake_device as fake
 import torch
-from benchmarks.bench_end_to_end import Convolutions
-from benchmarks.models import Decoder, DecoderSize
+from benchmarks.models import Convolutions, Decoder, DecoderSize
 from torch.nn import functional
 
 import torchguard
@@ -56,6 +56,7 @@ def scopes(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
 
 def count(step: Callable[[], None]) -> list[int]:
     """Return launches, waits and the bytes at the peak of a step."""
+    gc.collect()
     torch.cuda.synchronize()
     fake.reset_peak()
     used, before = fake.memory()[0], fake.counts()
@@ -70,7 +71,8 @@ def counted() -> dict[str, Counted]:
     found: dict[str, Counted] = {}
     for what, model, loss_of in trainings():
         for kind in KINDS:
-            optimizer = torch.optim.AdamW(model.parameters(), **{kind: True})
+            options: Any = {kind: True}
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
 
             def plain(
                 loss_of: Any = loss_of, model: Any = model, optimizer: Any = optimizer
@@ -90,8 +92,8 @@ def counted() -> dict[str, Counted]:
                         plain()
 
                 is_guard = isinstance(scope, str)
-                options: Any = {"only_if_needed": False} if scope != "all" else {}
-                installed = torchguard.install(scope, **options) if is_guard else None
+                needed = scope == "all"
+                installed = torchguard.install(scope, only_if_needed=needed) if is_guard else None
                 with installed or contextlib.nullcontext():
                     for _ in range(3):
                         step()

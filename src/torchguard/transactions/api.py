@@ -62,7 +62,8 @@ def transaction(
         scheduler: the learning rate scheduler, or several in a list.
         also: what else the step changes: modules (whose parameters are copied when a block
             begins), tensors, generators, and objects with ``state_dict`` and ``load_state_dict``
-            (an average of the weights); one, or several in a list.
+            (an average of the weights), an ``accelerate.Accelerator`` that accumulates gradients;
+            one, or several in a list.
         undo: when parameters and the optimizer's state are copied. ``"auto"``: when ``step()``
             begins, unless it is a fused step (of several optimizers, the last one). ``"copy"``:
             when the block begins, also for code that writes parameters itself. ``"none"``: never.

@@ -233,32 +233,3 @@ print(is_right(), torchguard.installed())
 def test_installing_works_in_every_order(order: str) -> None:
     lines = output_of(REPORT + ORDERS[order] + REST).splitlines()
     assert lines == ["('setitem',)", "True ('setitem',)", "False ()"]
-
-
-LATE = """
-import torch, torchguard
-from dataclasses import replace
-from torchguard.patching.guards import GUARDS
-GUARDS["setitem"] = replace(
-    GUARDS["setitem"], not_needed=lambda: "why" if "torch._dynamo" in sys.modules else None
-)
-import sys
-wanted = torchguard.install("setitem")
-print(wanted.names, wanted.skipped)
-import torch._dynamo
-print(wanted.names, wanted.skipped, torchguard.installed())
-wanted.uninstall()
-with torchguard.install("setitem", only_if_needed=False) as anyway:
-    print(anyway.names, torchguard.installed())
-print("requires_grad" in vars(torch._dynamo.variables.tensor.TensorVariable))
-"""
-
-
-@pytest.mark.slow
-def test_a_guard_that_turns_out_to_be_unneeded_says_so_when_dynamo_is_imported() -> None:
-    assert output_of(LATE).splitlines() == [
-        "('setitem',) {}",
-        "() {'setitem': 'why'} ()",
-        "('setitem',) ('setitem',)",
-        "False",
-    ]

@@ -61,10 +61,10 @@ def settings():
         "autocast": torch.is_autocast_enabled("cpu"),
         "print options": repr(vars(torch._tensor_str.PRINT_OPTS)),
         "warning filters": len(warnings.filters),
-        # One of ours waits for Dynamo: allow_in_graph(sliced_assign) is called then.
+        # wrapt's waits for Dynamo: allow_in_graph(sliced_assign) is called then.
         "import hooks": [
             name for name in map(lambda finder: type(finder).__module__, sys.meta_path)
-            if name != "torchguard._torch.dynamo"
+            if name != "wrapt.importer"
         ],
         "excepthook": sys.excepthook is sys.__excepthook__,
     }

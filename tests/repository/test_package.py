@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -48,9 +49,14 @@ def modules_in(names: list[str]) -> set[str]:
 
 
 def test_wheel(dist: dict[str, Path]) -> None:
-    """The wheel holds every file of the packages."""
+    """The wheel holds every file of the packages, and names what they import."""
     with zipfile.ZipFile(dist[".whl"]) as wheel:
         held = modules_in(wheel.namelist())
+        [metadata] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+        required = re.findall(
+            r"^Requires-Dist: ([\w-]+)[^;]*$", wheel.read(metadata).decode(), re.MULTILINE
+        )
+    assert sorted(required) == ["numpy", "torch", "typing-extensions", "wrapt"]
     there = {
         str(path.relative_to(ROOT / "src"))
         for package in PACKAGES

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchguard._torch import replacement
+
 MODULES = ("torch", "torch.linalg", "torch.special", "torch.fft", "torch.nn.functional")
 EVAL_FRAME = "torch._dynamo.eval_frame"
 DYNAMO_CLASSES = {
@@ -41,11 +43,12 @@ def _namespaces() -> Snapshot:
             if isinstance(value, (FunctionType, BuiltinFunctionType, type))
         }
     table = getattr(torch.jit._builtins, "_get_builtin_table", dict)
+    ours = set(map(id, replacement._made))  # they stay, and TorchScript knows them
     # Other namespaces are libraries, inductor's for one, that register when they are imported.
     found[BUILTINS] = {
         id_: name
         for id_, name in table().items()
-        if name.startswith("aten::") and not _is_packet(id_, name)
+        if name.startswith("aten::") and id_ not in ours and not _is_packet(id_, name)
     }
     return found
 
@@ -143,6 +146,8 @@ def _without_ours(names: dict[Any, Any]) -> dict[Any, Any]:
 def _ours(value: object) -> bool:
     if isinstance(value, ModuleType):
         return False
+    if isinstance(value, replacement.Replacement):
+        return True
     if isinstance(value, property):
         value = value.fget
     return "torchguard" in str(getattr(getattr(value, "__code__", None), "co_filename", ""))

@@ -141,8 +141,11 @@ def _local_renamed(name: str) -> None:
     """The functions of ``torch.utils.checkpoint`` call a local variable by another name."""
     for function in _functions(importlib.import_module(_CHECKPOINT)):
         code = function.__code__
-        names = tuple(f"{each}_of_later" if each == name else each for each in code.co_varnames)
-        function.__code__ = code.replace(co_varnames=names)
+        local, cells = (
+            tuple(f"{each}_of_later" if each == name else each for each in names)
+            for names in (code.co_varnames, code.co_cellvars)
+        )
+        function.__code__ = code.replace(co_varnames=local, co_cellvars=cells)
 
 
 def _loads_otherwise() -> None:
@@ -264,6 +267,8 @@ EAGER: dict[str, Callable[[], None]] = {
         "torch._C._len_torch_dispatch_stack",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._C._functorch.peek_interpreter_stack",
+        "torch._C._functorch.get_unwrapped",
+        "torch._C._nn",
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "torch._C._dynamo.eval_frame",
     ),
@@ -411,6 +416,14 @@ def _overlap(torchguard: Any) -> None:
             if x.tolist() != expected.tolist():
                 raise Unprotected(write.__name__)
 
+    def each_row(x: Any) -> Any:
+        subtract(x)
+        return x
+
+    rows = torch.arange(24.0).reshape(2, 3, 4)
+    if not torch.equal(torch.func.vmap(each_row)(rows.clone()), rows - rows[:, :, :1]):
+        raise Unprotected("inside vmap")
+
 
 def _checks(torchguard: Any) -> None:
     errors, functional, two = torchguard.errors, torch.nn.functional, torch.ones(2, 2)
@@ -487,11 +500,19 @@ def _recompute(_: Any, *, function: Any = None) -> None:
         module.checkpoint if with_dynamo else inspect.unwrap(module.checkpoint)
     )
     for reentrant in (True, False) if with_dynamo else (True,):
-        block = torch.nn.BatchNorm1d(1)
+        block, rrelu = torch.nn.BatchNorm1d(1), torch.nn.RReLU()
         x = torch.ones(2, 1, requires_grad=True)
         checkpoint(block, x, use_reentrant=reentrant).sum().backward()
         if block.num_batches_tracked.item() != 1:
             raise Unprotected(f"use_reentrant={reentrant}: a batch counts twice")
+        gradients = []
+        for call in (rrelu, functools.partial(checkpoint, rrelu, use_reentrant=reentrant)):
+            x = torch.linspace(-2, 2, 9, requires_grad=True)
+            torch.manual_seed(0)
+            call(x).sum().backward()
+            gradients.append(x.grad.tolist())
+        if gradients[0] != gradients[1]:
+            raise Unprotected(f"use_reentrant={reentrant}: rrelu has other gradients")
 
 
 GUARDS = {

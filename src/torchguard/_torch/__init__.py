@@ -10,5 +10,6 @@ and that nothing private is used anywhere else.
 from torchguard._torch.compile import *
 from torchguard._torch.dynamo import *
 from torchguard._torch.eager import *
+from torchguard._torch.replacement import *
 from torchguard._torch.schemas import *
 from torchguard._torch.symbolic_shapes import *

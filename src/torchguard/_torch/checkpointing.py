@@ -67,15 +67,21 @@ def called_by(function: Any) -> Any:
     return function
 
 
-def run_to_the_end(generator: Generator[Any, Any, Any] | None) -> None:
-    """Switch the early stop off for the block whose generator is suspended in its first run."""
-    frame = getattr(generator, "gi_frame", None)
-    notes: Any = None if frame is None else frame.f_locals.get("new_frame")
-    if hasattr(notes, "early_stop"):
+def run_to_the_end(generator: Generator[Any, Any, Any]) -> bool:
+    """Switch the early stop off for the block whose generator is suspended in its first run.
+
+    Returns whether torch has the notes there that say when to stop.
+    """
+    # A local variable; by its kind, since only its attribute is named elsewhere in torch too.
+    frame: Any = getattr(generator, "gi_frame", None)
+    held = () if frame is None else frame.f_locals.values()
+    notes: Any = next((each for each in held if hasattr(each, "early_stop")), None)
+    if notes is not None:
         notes.early_stop = False
+    return notes is not None
 
 
 def generator_of_caller(depth: int) -> Generator[Any, Any, Any] | None:
     """Return the generator of the ``checkpoint`` call ``depth`` frames above the caller."""
-    found = sys._getframe(depth + 1).f_locals.get("gen")
-    return found if isinstance(found, Generator) else None
+    held = sys._getframe(depth + 1).f_locals.values()
+    return next((each for each in held if isinstance(each, Generator)), None)

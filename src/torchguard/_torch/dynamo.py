@@ -1,20 +1,19 @@
-"""What Dynamo and TorchScript make of a function."""
+"""What Dynamo makes of a function."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+import wrapt
 
 from torchguard._events import frame_of_user
 from torchguard._torch.schemas import private
@@ -39,8 +38,7 @@ CALL_USER_COMPILER = "torch._dynamo.output_graph.OutputGraph.call_user_compiler"
 """The method that hands Dynamo's graph to the backend."""
 
 
-_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
-_called: set[tuple[str, Callable[[ModuleType], None]]] = set()
+_asked: set[tuple[str, Callable[[ModuleType], None]]] = set()
 
 
 def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -49,116 +47,10 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
     An import that another thread has begun is waited for. Not to be called under ``patch.lock``,
     which the other thread wants at its end.
     """
-    if (name, action) in _called or action in _waiting.get(name, ()):
-        return
-    _waiting.setdefault(name, []).append(action)
-    if name in sys.modules:
-        _was_imported(importlib.import_module(name))
-    elif _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
-
-
-def stop_waiting(*actions: Callable[[ModuleType], None]) -> None:
-    """Call these no more; remove the finder from ``sys.meta_path`` if nothing is waited for."""
-    for name, waiting in list(_waiting.items()):
-        waiting[:] = [each for each in waiting if each not in actions]
-        if not waiting:
-            del _waiting[name]
-    if not _waiting and _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
-
-
-def _was_imported(module: ModuleType) -> None:
-    for action in _waiting.pop(module.__name__, ()):
-        _called.add((module.__name__, action))
-        action(module)
-    stop_waiting()
-
-
-class _Finder:
-    """Finds a module that is waited for as others do, and says when it has been executed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _waiting:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        specs: Iterator[Any] = (finder.find_spec(name, path, target) for finder in others)
-        spec = next(filter(None, specs), None)
-        if spec is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _was_imported(module)
-
-            loader.exec_module = exec_module
-        return spec
-
-
-_FINDER: Any = _Finder()
-
-
-def dynamo_is_there() -> bool:
-    """Whether the import of Dynamo has ended, without waiting for it."""
-    # importlib sets _initializing while it executes a module, and has nothing public that says so.
-    spec = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
-
-
-def rebuild_dynamo_tables(*, are_filled: bool) -> None:
-    """Let Dynamo fill its tables of torch's functions, while they are the originals.
-
-    ``are_filled``: they may hold what guards have put there, and are filled again.
-    """
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    handlers = sys.modules.get("torch._dynamo.variables.torch")
-    variable = getattr(handlers, "TorchInGraphFunctionVariable", None)
-    for owner, name in (
-        (rules, "get_torch_obj_rule_map"),
-        (rules, "get_tensor_method"),
-        (variable, "_get_handlers"),
-    ):
-        table: Any = getattr(owner, name, None)
-        if hasattr(table, "cache_clear"):
-            before = table()
-            if not are_filled:
-                continue
-            table.cache_clear()
-            filled = table()
-            if isinstance(filled, dict):  # Dynamo adds to it: what it knows of any() and itertools
-                kept = {key: value for key, value in before.items() if not _is_ours(key)}
-                filled.update({key: kept[key] for key in kept.keys() - filled.keys()})
-
-
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
-
-
-def _is_ours(function: object) -> bool:
-    code = getattr(function, "__code__", None)
-    return isinstance(code, CodeType) and code.co_filename.startswith(_PACKAGE)
-
-
-def register_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let Dynamo trace ``original`` where it meets ``replacement``, as torch's decorators do."""
-    traced = original
-    if not isinstance(original, FunctionType):
-        # In an attribute of a module Dynamo up to 2.9 takes only functions written in Python:
-        # https://github.com/pytorch/pytorch/blob/v2.9.1/torch/_dynamo/variables/user_defined.py#L1578
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs)
-
-    replacement._torchdynamo_inline = traced  # type: ignore[attr-defined]
-
-
-def forget_in_dynamo(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Remove a replacement from Dynamo's map, which may have been filled while it stood there."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    functions: Any = {}
-    if dynamo_is_there():
-        functions = getattr(rules, "get_torch_obj_rule_map", dict)()
-    kind = functions.pop(replacement, None)
-    if kind is not None:
-        functions.setdefault(original, kind)
+    if (name, action) not in _asked:
+        _asked.add((name, action))
+        # wrapt calls at once where the name is in sys.modules, and hands over half a module then.
+        wrapt.register_post_import_hook(lambda _: action(importlib.import_module(name)), name)
 
 
 def keep_whole_in_graph(*functions: Callable[..., Any]) -> None:
@@ -221,22 +113,6 @@ def fake_of(variable: Any) -> torch.Tensor | None:
     node = getattr(getattr(variable, "proxy", None), "node", None)
     fake = getattr(node, "meta", {}).get("example_value")
     return fake if isinstance(fake, torch.Tensor) else None
-
-
-def follow_in_torchscript(replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let ``torch.jit.script`` compile ``original`` where it meets ``replacement``."""
-    builtin = _torchscript_builtins().get(id(original))
-    if builtin is not None:
-        _torchscript_builtins()[id(replacement)] = builtin
-
-
-def forget_in_torchscript(replacement: Callable[..., Any]) -> None:
-    """Undo :func:`follow_in_torchscript`; ids are used again once an object is freed."""
-    _torchscript_builtins().pop(id(replacement), None)
-
-
-def _torchscript_builtins() -> dict[int, str]:
-    return private("jit._builtins._get_builtin_table", dict)()  # type: ignore[no-any-return]
 
 
 # ---- the graph that Dynamo is compiling ----

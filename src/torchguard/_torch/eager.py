@@ -22,7 +22,8 @@ from torch.overrides import (
 from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
-from torchguard._torch.schemas import original_of, private
+from torchguard._torch.replacement import original_of
+from torchguard._torch.schemas import private
 
 # ---- one tensor ----
 
@@ -286,12 +287,14 @@ is_wrapped: Callable[[torch.Tensor], bool] = private(
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that others of ``torch.func`` are wrapped around; itself outside of any."""
-    while _get_unwrapped is not None and is_wrapped(tensor):
+    while can_unwrap and is_wrapped(tensor):
         tensor = _get_unwrapped(tensor)
     return tensor
 
 
 _get_unwrapped: Any = private("_C._functorch.get_unwrapped", None)
+can_unwrap = _get_unwrapped is not None
+"""Whether :func:`unwrapped` can look inside of a transform on this torch."""
 
 
 def computing_unseen(values: tuple[Any, ...] = ()) -> contextlib.AbstractContextManager[object]:

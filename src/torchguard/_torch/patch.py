@@ -7,7 +7,6 @@ Undoing restores the very object that was there, or its absence: ``resize_`` is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -18,16 +17,8 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from torchguard._torch import (
-    fill_tables,
-    follow_in_torchscript,
-    forget_in_dynamo,
-    forget_in_torchscript,
-    is_torchs_own,
-    register_in_dynamo,
-    skip_frames,
-)
-from torchguard._torch.schemas import describe_as, remember_original
+from torchguard._torch import is_torchs_own, skip_frames
+from torchguard._torch.replacement import remember_original, replacement_of
 from torchguard._torch.slots import empty_sequence_slot
 from torchguard.errors import PatchConflictError
 
@@ -68,17 +59,12 @@ class _Place:
     """By guard, what makes its replacement."""
 
     replacement: Any = None
-    made: list[Any] = field(default_factory=list)
-    """All that torch's tables were told of: packages may hold replacements of fewer layers."""
-
-    is_aside: bool = False
-    """Whether the original stands there for now: see :func:`originals_set_aside`."""
 
     def value(self) -> Any:
         return vars(self.owner).get(self.name, ABSENT)
 
     def stands(self) -> bool:
-        return self.is_aside or self.value() is self.replacement
+        return self.value() is self.replacement
 
     def set(self, value: Any) -> None:
         """Set the attribute, or delete it if the value is ``ABSENT``."""
@@ -138,24 +124,18 @@ def _put(path: str, guard: str, make: Make | property) -> bool:
         if now is None:
             return False
         if place is not None:
-            now.layers, now.made = place.layers, place.made
+            now.layers = place.layers
         place = now
     elif not is_new:
         return False
     elif not place.stands():
         raise _conflict(path, place)
     layers = {**place.layers, guard: make}
-    _show(place, _build(path, place, layers))
+    place.replacement = _build(path, place, layers)
+    place.set(place.replacement)
     place.layers = layers
     _table[path] = place
     return is_new
-
-
-def _show(place: _Place, replacement: Any) -> None:
-    """Put a replacement where it belongs, now or when the originals are no longer needed."""
-    place.replacement = replacement
-    if not place.is_aside:
-        place.set(replacement)
 
 
 def _place_at(path: str, make: Make | property) -> _Place | None:
@@ -176,22 +156,16 @@ def _build(path: str, place: _Place, layers: Mapping[str, Make | property]) -> A
     key = path, tuple(layers[guard] for guard in order)
     known = _made.get(key)
     if known is not None and known[0] is place.original:
-        replacement = known[1]
-    else:
-        replacement = place.original
-        for guard in order:
-            make = layers[guard]
-            if isinstance(make, property):
-                return make
-            replacement = make(replacement)
-            assert isinstance(replacement, FunctionType)
-            describe_as(replacement, place.original, path, is_method=isinstance(place.owner, type))
-            remember_original(replacement, place.original)
-        _made[key] = place.original, replacement
-    if replacement not in place.made:
-        register_in_dynamo(replacement, place.original)
-        follow_in_torchscript(replacement, place.original)
-        place.made.append(replacement)
+        return known[1]
+    call = place.original
+    for guard in order:
+        make = layers[guard]
+        if isinstance(make, property):
+            return make
+        call = make(call)
+        remember_original(call, place.original)
+    replacement = replacement_of(place.original, call, path)
+    _made[key] = place.original, replacement
     return replacement
 
 
@@ -222,15 +196,12 @@ def _take(paths: list[str], guards: set[str]) -> None:
         if layers:
             replacement = _build(path, place, layers)
             if stands:
-                _show(place, replacement)
+                place.set(replacement)
             place.layers, place.replacement = layers, replacement
             continue
-        if stands and not place.is_aside:
+        if stands:
             place.set(place.before)
         del _table[path]
-        for function in place.made:
-            forget_in_torchscript(function)
-            forget_in_dynamo(function, place.original)
 
 
 def _conflict(path: str, place: _Place) -> PatchConflictError:
@@ -268,35 +239,9 @@ def exists(path: str) -> bool:
         return False
 
 
-# ---- code that needs torch's own functions ----
-
-
-@contextlib.contextmanager
-def originals_set_aside() -> Iterator[None]:
-    """Restore PyTorch's functions while code runs that knows them by identity."""
-    with lock:
-        for place in _table.values():
-            if place.value() is place.replacement:
-                place.set(place.before)
-                place.is_aside = True
-        try:
-            yield
-        finally:
-            for place in _table.values():
-                if place.is_aside:
-                    place.is_aside = False
-                    place.set(place.replacement)
-
-
-def is_set_aside() -> bool:
-    """Whether this runs inside of :func:`originals_set_aside`."""
-    return any(place.is_aside for place in _table.values())
-
-
 @functools.cache
 def _prepare() -> None:
-    """Once, before the first patch: fill torch's tables, and keep the lock whole over a fork."""
-    fill_tables()
+    """Once, before the first patch: keep the lock whole over a fork."""
     if hasattr(os, "register_at_fork"):
         # A child has no thread that could release the lock for it.
         os.register_at_fork(

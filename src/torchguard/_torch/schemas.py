@@ -1,14 +1,13 @@
-"""torch's operators and functions: schemas, and tables that know them by identity."""
+"""torch's operators and functions, and their schemas."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ def private(path: str, default: Any) -> Any:
         return default
 
 
-C_NAMESPACE: Any = torch._C._nn
+C_NAMESPACE: Any = private("_C._nn", ModuleType("torch._C._nn"))
 """The namespace in which ``torch.nn.functional`` finds its builtins."""
 
 OPERATOR_CLASSES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -171,49 +170,6 @@ def is_torchs_own(function: Any) -> bool:
     return isinstance(function, (BuiltinFunctionType, MethodDescriptorType))
 
 
-def remember_original(replacement: FunctionType, original: Any) -> None:
-    """Let :func:`original_of` find the original of a replacement."""
-    replacement._torchguard_original = original  # type: ignore[attr-defined]
-
-
-def original_of(function: Any) -> Any:
-    """Return the original of a replacement of ours, and any other function itself."""
-    return getattr(function, "_torchguard_original", function)
-
-
 def paths_behind_python(*names: str) -> list[str]:
     """Return the paths of builtins that functions written in Python call."""
     return [f"torch._VF.{name}" for name in names if hasattr(torch._VF, name)]
-
-
-def fill_tables() -> None:
-    """Fill tables that know torch's functions by identity; call it while they are the originals."""
-    # torch.device as a context manager looks up in one what makes tensors.
-    devices: Any = importlib.import_module("torch.utils._device")
-    for fill in (
-        private("overrides._get_overridable_functions", list),
-        getattr(devices, "_device_constructors", list),
-    ):
-        # It lists every function by name; where one is gone, torch itself can't fill it.
-        with contextlib.suppress(AttributeError):
-            fill()
-
-
-_ANYTHING = inspect.signature(lambda *args, **kwargs: (args, kwargs))
-
-
-def describe_as(
-    function: FunctionType, original: Callable[..., Any], path: str, *, is_method: bool
-) -> None:
-    """Let a replacement look like the function at ``path``, where pickle finds it by name."""
-    owner, _, name = path.rpartition(".")
-    module, _, kind = owner.rpartition(".") if is_method else (owner, "", "")
-    function.__name__ = name
-    function.__qualname__ = f"{kind}.{name}" if is_method else name
-    function.__module__ = module
-    function.__doc__ = original.__doc__
-    # The replacement's own says nothing to a user; most of torch's builtins have none to show.
-    signature = _ANYTHING
-    with contextlib.suppress(TypeError, ValueError):
-        signature = inspect.signature(original)
-    function.__signature__ = signature  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchguard._torch.schemas import STATISTICS, operator_schemas, original_of, schemas_of
+from torchguard._torch.replacement import original_of
+from torchguard._torch.schemas import STATISTICS, operator_schemas, schemas_of
 
 
 class Argument(NamedTuple):

@@ -133,7 +133,6 @@ _CONVERSIONS: dict[str, Callable[..., Callable[..., Any]]] = {
 
 # ---- arrays that view a tensor's memory ----
 
-_reducers: list[Callable[..., Any]] = []  # torch's and those made here, to be found in a table
 # By storage: the arrays that t.numpy() has made, and copies that were sent to other processes
 # in the storage's place, kept as long as an array lives.
 _viewed: dict[int, tuple[dict[int, weakref.ref[Any]], list[torch.Tensor]]] = {}
@@ -204,7 +203,6 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         viewed[1].append(copy)  # a spawned process takes it up later
         return original(copy.requires_grad_(tensor.requires_grad))
 
-    _reducers.extend((original, reduce_tensor))
     return reduce_tensor
 
 
@@ -227,7 +225,5 @@ def changed() -> None:
     if now is None:
         return
     for kind, reduce in list(ForkingPickler._extra_reducers.items()):  # type: ignore[attr-defined]
-        if reduce is not now and reduce in _reducers:
+        if reduce is not now and reduce == now:  # one of them replaces the other
             ForkingPickler.register(kind, now)
-    if now not in _reducers:  # what the guard has made is wrapped once more
-        _reducers.append(now)

@@ -21,10 +21,9 @@ from torchguard._public import public
 from torchguard._torch import (
     DYNAMO,
     computing_unseen,
+    follow_in_dynamo,
     on_import,
     patch,
-    rebuild_dynamo_tables,
-    stop_waiting,
 )
 from torchguard.errors import TorchGuardError
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, GuardName
@@ -328,8 +327,6 @@ def _why_not_needed(name: str) -> str | None:
 
 def _wait_for_modules(names: Iterable[str]) -> None:
     """Let guards hear when a module is imported in which they replace something."""
-    # Dynamo fills tables of torch's functions, by identity, when it is imported or first asked:
-    # https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/trace_rules.py
     for module in (DYNAMO, *(module for name in names for module in GUARDS[name].in_modules)):
         on_import(module, _module_was_imported)
 
@@ -391,9 +388,9 @@ def _try(names: Iterable[str], tests: Mapping[str, SelfTest]) -> dict[str, str]:
         if _why_it_does_not_protect(name, tests) is None:
             continue
         with patch.lock:
-            # Other threads may have removed it, or set it aside, while it was tried. It is tried
-            # again while none of them can.
-            if name not in _in_place or patch.is_set_aside():
+            # Other threads may have removed it while it was tried. It is tried again while none of
+            # them can.
+            if name not in _in_place:
                 continue
             reason = _why_it_does_not_protect(name, tests)
             if reason is not None:
@@ -433,17 +430,14 @@ def _remove(names: list[str], then: Callable[[], None]) -> None:
             if ended is not None:
                 last.callback(ended, failed=False)
             last.callback(GUARDS[name].changed)
-        if not _in_place:
-            stop_waiting(_module_was_imported, _try_later)
 
 
 def _module_was_imported(module: ModuleType) -> None:
-    """Replace what guards in place replace in a module; let Dynamo's tables know the originals."""
-    if module.__name__ == DYNAMO:
-        with patch.originals_set_aside():
-            rebuild_dynamo_tables(are_filled=bool(_in_place))
+    """Replace what guards in place replace in a module; let Dynamo trace the originals."""
     reasons: dict[str, str] = {}
     with patch.lock:
+        if module.__name__ == DYNAMO:
+            follow_in_dynamo()
         concerned = [name for name in GUARDS if module.__name__ in GUARDS[name].in_modules]
         for name in concerned:
             reason = _replace(name) if name in _in_place else None

@@ -46,6 +46,7 @@ from torchguard._torch.checkpointing import (
     run_to_the_end,
 )
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
+from torchguard.errors import TorchGuardWarning
 from torchguard.state.containers import generators_in, restore_container, same_objects
 from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
@@ -128,8 +129,14 @@ class Block:
     def let_end(self, generator: Generator[Any, Any, Any] | None) -> None:
         """Let torch run the block to its end the second time, if it calls rrelu."""
         kinds: set[Any] = {type(module) for module in self._modules}
-        if any(map(_names_rrelu, self._objects)) or any(map(_calls_rrelu, kinds)):
-            run_to_the_end(generator)
+        calls_rrelu = any(map(_names_rrelu, self._objects)) or any(map(_calls_rrelu, kinds))
+        if calls_rrelu and generator is not None and not run_to_the_end(generator):
+            warn_user(
+                "torchguard: a checkpointed block calls rrelu, and this PyTorch does not say where "
+                "its second run stops: its gradients may be wrong. Call the block without "
+                "checkpoint",
+                TorchGuardWarning,
+            )
 
     def end(self) -> None:
         """Note what the first run has left; generators that it has not drawn from are let go."""

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,3 +172,12 @@ def test_a_wrong_graph_and_a_leak_are_events() -> None:
     with pytest.warns(torchguard.MiscompilationWarning):
         assert wrong(torch.ones(2)).tolist() == [2.0, 2.0]
     assert "double" in _first_event("miscompiled").message
+
+
+def test_events_and_reports_are_tables_in_a_notebook() -> None:
+    record("file_kept", "save", "a <b> & c", "here.py:1")
+    shown: Any = torchguard.events()
+    assert "<td>a &lt;b&gt; &amp; c</td><td>here.py:1</td>" in shown._repr_html_()
+    report: Any = torchguard.VerificationReport(())
+    assert report._repr_html_().startswith("<table><tr><th>graph</th>")
+    assert "another instance of this code" in report._repr_html_()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from torchguard import verified
 from torchguard.defects.catalog import NotRunHere
 from torchguard.defects.probes import compile_defect, issues
 
 _Program = Callable[..., Any]
+_Compile = Callable[[_Program], _Program]
 
 _miscompiled = partial(compile_defect, guards=("verified",))
 
@@ -264,3 +269,70 @@ def pad_reduction() -> str | None:
         return functional.pad(ends, (1, 0))
 
     return _difference(program, _on_gpu)
+
+
+# --- dropout whose mask is drawn again
+
+
+def _masks_that_differ(compile_: _Compile, program: _Program) -> str | None:
+    x = torch.ones(4096, requires_grad=True)
+    result = compile_(program)(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    different = int(((result != 0) != (gradient != 0)).sum())
+    if not different:
+        return None
+    return (
+        f"{different} of {x.numel()} elements have a gradient and are dropped, or none and are not"
+    )
+
+
+@_miscompiled(
+    "compiled with activation_memory_budget below 1: the backward draws another mask of dropout",
+    title="a memory budget gives dropout's gradient another mask",
+    upstream=issues(190758),
+    advice="Leave torch._functorch.config.activation_memory_budget at 1, and checkpoint blocks.",
+)
+def recomputed_masks() -> str | None:
+    """Train with dropout, and let the partitioner compute everything again in the backward.
+
+    It also moves the seeds there, so that they are drawn twice.
+    """
+    with importlib.import_module("torch._functorch.config").patch(activation_memory_budget=0.0):
+        return _masks_that_differ(
+            torch.compile, lambda x: functional.dropout(torch.exp(x), 0.5) * 1.5
+        )
+
+
+def _by_eager(program: _Program) -> _Program:
+    return torch.compile(program, backend="eager")
+
+
+def _verified(program: _Program) -> _Program:
+    checked = verified(program, backend="eager")
+
+    def call(x: Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return checked(x)
+
+    return call
+
+
+@_miscompiled(
+    'compiled with backend="eager": a checkpointed block with dropout gets another mask',
+    title='backend="eager" gives a checkpointed block another mask',
+    guarded_with=_verified,
+    advice='Use backend="aot_eager" or inductor for functions that checkpoint blocks.',
+    limits='Closed by verified(backend="eager"); install("verified") checks inductor alone.',
+)
+def checkpoint_eager_graph(compile_: _Compile = _by_eager) -> str | None:
+    """Checkpoint a block with dropout: the operator for it does not keep the random state.
+
+    ``tag_activation_checkpoint`` leaves that to the partitioner, which this backend does not have.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_higher_order_ops/wrap.py
+    """
+
+    def program(x: Tensor) -> Any:
+        return checkpoint(lambda y: functional.dropout(y * 2.0, 0.5), x, use_reentrant=False)
+
+    return _masks_that_differ(compile_, program)

@@ -41,9 +41,9 @@ class Rollback:
 
     def _restore(self, snapshots: list[Snapshot], gradients: Gradients) -> None:
         if self._data:
-            warn_if_refused(
-                wait_for, [each.tensor for each in snapshots], failure="rollback_on_error"
-            )
+            with without_torch_function():
+                tensors = [each.tensor for each in snapshots]
+                warn_if_refused(wait_for, tensors, failure="rollback_on_error")
         for saved in snapshots:
             with without_torch_function():
                 # Without a copy of the elements the counter stays where the writes moved it.

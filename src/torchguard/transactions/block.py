@@ -274,7 +274,7 @@ class Block:
         training = self.guarded.training
         held = [t for m in training.modules for t in (*m.parameters(), *m.buffers())]
         held += [each for group in training.groups() for each in group]
-        warn_if_refused(wait_for, held, failure="waiting for the device")
+        warn_if_refused(call_unseen, wait_for, held, failure="waiting for the device")
 
     def finish_step(self, exception: BaseException) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -63,7 +63,14 @@ def integers(values: Any, operation: str, name: str = "sizes") -> NDArray[Any]:
         expected += ", or {size: how often}"
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"{operation}: {name} is of type {type(values).__name__}, {expected}")
-    array = np.asarray(values if hasattr(values, "__array__") else list(values))
+    values = values if hasattr(values, "__array__") else list(values)
+    first = next(iter(values), None) if isinstance(values, list) else None
+    if isinstance(first, Sized) and not hasattr(first, "__index__"):
+        raise TypeError(
+            f"{operation}: {name}[0] is of type {type(first).__name__}, {expected}. Give the "
+            "lengths of samples: [len(sample) for sample in samples]"
+        )
+    array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{operation}: {name} has dtype {array.dtype}, {expected}")
     return array

@@ -176,6 +176,10 @@ def length_mask(
                 [ True,  True,  True]])
     """
     _check_side(side, "length_mask")
+    if not hasattr(lengths, "__len__"):
+        raise TypeError(f"length_mask: lengths is {lengths!r}, expected a list or a tensor of them")
+    if not isinstance(size, (int, torch.SymInt)):
+        raise TypeError(f"length_mask: size is {size!r}, expected an integer")
     # torch.as_tensor([]) is float32.
     dtype = None if isinstance(lengths, torch.Tensor) or len(lengths) else torch.int64
     real = torch.as_tensor(lengths, device=device, dtype=dtype)

@@ -75,6 +75,8 @@ def load(f: Any, *args: Any, check: bool | None = None, **options: Any) -> Any:
         ...     print("not whole")
         not whole
     """
+    if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "read"):
+        raise TypeError(f"load: f is of type {type(f).__name__}, expected a path or a file")
     return guard_load(patch.original("torch.load"), check)(f, *args, **options)
 
 

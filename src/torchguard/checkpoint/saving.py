@@ -68,6 +68,15 @@ def save(
         >>> torchguard.load(path)
         {'weight': tensor([1., 1.])}
     """
+    if isinstance(f, (str, os.PathLike)):
+        if os.path.isdir(f):
+            raise IsADirectoryError(
+                f"save: f is the folder {os.fspath(f)!r}, expected a file in it"
+            )
+    elif not hasattr(f, "write"):
+        raise TypeError(
+            f"save: f is of type {type(f).__name__}, expected a path or a file: save(state, path)"
+        )
     refuse_inside_step("save", lambda: [tensor for _, tensor in tensors_in(obj, "", {})])
     save = guard_save(patch.original("torch.save"), fsync=fsync)
     save(obj, f, pickle_module, pickle_protocol, **options)

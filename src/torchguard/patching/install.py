@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from torchguard._environment import CHOICE, SWITCH, chosen, is_off
 from torchguard._events import record, warn_user
-from torchguard._public import public
+from torchguard._public import called, public
 from torchguard._torch import (
     DYNAMO,
     computing_unseen,
@@ -97,6 +97,7 @@ class Installation:
         self.uninstall()
 
 
+@called("'resize'")
 @public
 def install(*names: GuardName, only_if_needed: bool = True, strict: bool = False) -> Installation:
     """Switch guards on for the whole process: for applications, not for libraries.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchguard._environment import is_off
-from torchguard._public import public
+from torchguard._public import called, public
 from torchguard.patching.guards import GuardName
 from torchguard.patching.install import enter, known, leave
 
@@ -87,6 +87,7 @@ class Guarded:
             return stop.value
 
 
+@called("")
 @public
 def guarded(*names: GuardName) -> Guarded:
     """Switch guards on for a block of code: the names are those of :func:`install`.

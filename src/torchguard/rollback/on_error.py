@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from types import FunctionType
+from typing import Any, NoReturn
 
 import torch
 
 from torchguard._events import record
-from torchguard._public import public
+from torchguard._public import called, public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.state.containers import require_container, tensors_in
 from torchguard.state.process import roll_back, wait_for
 from torchguard.state.tensors import Gradients, Snapshot, capture, warn_if_refused
+
+_NO_DECORATOR = (
+    "rollback_on_error: is not a decorator; write `with torchguard.rollback_on_error(tensor):` "
+    "inside of the function"
+)
 
 
 class Rollback:
@@ -31,6 +37,10 @@ class Rollback:
             gradients = Gradients(tensors)
         snapshots = [capture(each, self._data, autograd=True) for each in tensors]
         self._saved.append((snapshots, gradients))
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Say that it is not a decorator."""
+        raise TypeError(_NO_DECORATOR)
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is not None:
@@ -53,6 +63,7 @@ class Rollback:
             gradients.restore()
 
 
+@called("tensor")
 @public
 def rollback_on_error(
     *objects: object, data: bool = False
@@ -99,6 +110,8 @@ def rollback_on_error(
             "rollback_on_error: there is nothing to restore, expected what the block changes: "
             "`with torchguard.rollback_on_error(tensor, module):`"
         )
+    if isinstance(objects[0], FunctionType):
+        raise TypeError(_NO_DECORATOR)
     for position, each in enumerate(objects):
         if not isinstance(each, torch.Tensor):
             require_container(each, f"rollback_on_error: objects[{position}]")

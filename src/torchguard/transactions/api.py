@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchguard._public import public
+from torchguard._public import called, public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
 from torchguard.state.training import TrainingState
 from torchguard.training_setup import FirstSteps, StepsOutside, warn_of_parameters
@@ -20,6 +20,7 @@ from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.step import Transaction
 
 
+@called("model, optimizer")
 @public
 def transaction(
     model: nn.Module | Iterable[nn.Module],

@@ -17,6 +17,7 @@ from torchguard._torch import (
     compiled_call,
     default_backend,
     inductor_backend,
+    patch,
 )
 from torchguard.verification.backend import OnMismatch, Options, VerifiedBackend
 from torchguard.verification.report import VerificationReport
@@ -169,6 +170,7 @@ def verified(
         'verified'
     """
     checks = Options(calls, on_mismatch, max_bytes, against, every)
+    _check_compile_options(backend, options, compile_options)
     has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
 
     def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -244,6 +246,26 @@ class _Stats:
         return _Stats, ()
 
 
+def _check_compile_options(backend: Any, options: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what ``torch.compile`` would, when it is called, in words about its own parts."""
+    if not isinstance(backend, str) and not callable(backend):
+        raise TypeError(f"verified: backend is {backend!r}, expected a name or what compiles")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            f"verified: options is {options!r}, expected a dict of options of inductor, such as "
+            "{'max_autotune': True}; a name of several, such as 'max-autotune', is given as mode="
+        )
+    if (dynamic := given.get("dynamic")) not in {None, True, False}:
+        raise TypeError(f"verified: dynamic is {dynamic!r}, expected True, False or None")
+    known = inspect.signature(patch.original("torch.compile")).parameters
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(
+                f"verified: there is no argument {name}; an option of inductor is given as "
+                f"options={{{name!r}: {value!r}}}"
+            )
+
+
 def _check_function(function: Any, against: str | None) -> None:
     """Refuse what can't be compiled, with what to write instead."""
     if isinstance(function, str):
@@ -251,6 +273,9 @@ def _check_function(function: Any, against: str | None) -> None:
             f"verified: expected a function or a module, got {function!r}; "
             f"for a backend write verified(backend={function!r})"
         )
+    if isinstance(function, (staticmethod, classmethod, property)):
+        kind = type(function).__name__
+        raise TypeError(f"verified: got a {kind}; write @{kind} above @verified, not below it")
     if not callable(function):
         raise TypeError(f"verified: expected a function or a module, got {type(function).__name__}")
     if against is not None and isinstance(function, CompilesInside):

@@ -1,0 +1,85 @@
+"""Mistakes at the front door: each error names the argument, and says what to type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchguard
+
+guard: Any = torchguard
+
+
+def double(x: Any) -> Any:
+    return 2 * x
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "an option of inductor": (
+        lambda: guard.verified(double, fallback_random=True),
+        "options={'fallback_random': True}",
+    ),
+    "options as a text": (
+        lambda: guard.verified(double, options="max-autotune"),
+        "is given as mode=",
+    ),
+    "dynamic as a text": (
+        lambda: guard.verified(double, dynamic="no"),
+        "dynamic is 'no', expected True, False or None",
+    ),
+    "a backend that is a number": (lambda: guard.verified(double, backend=3), "backend is 3"),
+    "a staticmethod": (
+        lambda: guard.verified(staticmethod(double)),
+        "write @staticmethod above @verified",
+    ),
+    "a classmethod": (
+        lambda: guard.verified(classmethod(double)),  # type: ignore[arg-type]
+        "write @classmethod above @verified",
+    ),
+    "rollback_on_error above a function": (
+        lambda: guard.rollback_on_error(double),
+        "is not a decorator; write `with",
+    ),
+    "rollback_on_error(...) above a function": (
+        lambda: guard.rollback_on_error(torch.ones(1))(double),
+        "is not a decorator; write `with",
+    ),
+    "samples for lengths": (
+        lambda: guard.Buckets.fit([[1, 2, 3], [1]], 2),
+        "[len(sample) for sample in samples]",
+    ),
+    "samples for a sampler": (
+        lambda: guard.BucketBatchSampler([[1, 2], [3]], [8], batch_size=2),
+        "lengths[0] is of type list",
+    ),
+    "one length": (lambda: guard.length_mask(3, 3), "lengths is 3, expected a list"),
+    "a size as a text": (lambda: guard.length_mask([1], "3"), "size is '3', expected an integer"),
+    "save the other way round": (
+        lambda: guard.save("model.pt", nn.Linear(1, 1).state_dict()),
+        "f is of type OrderedDict, expected a path or a file: save(state, path)",
+    ),
+    "load a dict": (lambda: guard.load({}), "f is of type dict, expected a path or a file"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_says_what_to_type(name: str) -> None:
+    call, text = MISTAKES[name]
+    with pytest.raises(TypeError, match=re.escape(text)):
+        call()
+
+
+def test_a_folder_is_no_file(tmp_path: Any) -> None:
+    with pytest.raises(IsADirectoryError, match="expected a file in it"):
+        torchguard.save(1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["install", "guarded", "rollback_on_error", "transaction"])
+def test_a_block_of_a_function_that_is_not_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}: expected a call, `with torchguard.{name}\("):
+        exec(f"with torchguard.{name}: pass")  # noqa: S102 - a statement that raises

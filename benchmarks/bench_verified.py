@@ -1,7 +1,8 @@
 """What the check costs: the first call, its memory, and every call after it.
 
 Each first call is a process of its own with an empty cache, plain and checked by turns. The
-workload "lengths" is a stream of 120 lengths through one graph with dynamic shapes.
+workload "lengths" is a stream of 120 lengths through one graph with dynamic shapes. The memory of a
+first step is measured with a model whose weights are nearly all of it, in units of the weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ LATER, LATER_DYNAMIC = AddedTarget(1), AddedTarget(0.5)
 WORKLOADS = ("transformer", "lengths")
 LENGTHS, FEW = range(8, 128), 3  # in quick mode
 LATER_ROUNDS = 51
+WIDTH, DEPTH, QUICK_WIDTH = 4096, 4, 2048
+ALLOWED_WEIGHTS = 3.5
 
 
 def workload(name: str, device: str) -> tuple[nn.Module, list[torch.Tensor]]:
@@ -90,6 +94,65 @@ def first_calls(name: str, setting: Setting) -> dict[str, Any]:
     }
 
 
+def peak_in_weights(dropout: bool, device: str, checked: bool, quick: bool) -> float:
+    """Return the peak of a first step above what was there before, in units of the weights."""
+    torch.set_num_threads(1)
+    width = QUICK_WIDTH if quick else WIDTH
+    compile_: Any = verified if checked else torch.compile
+    backend = "aot_eager" if quick else "inductor"
+
+    def step(width: int) -> None:
+        layers: list[nn.Module] = [nn.Linear(width, width) for _ in range(DEPTH)]
+        if dropout:
+            layers.insert(1, nn.Dropout())
+        model = nn.Sequential(*layers).to(device)
+        before.append(_resident(device))
+        compile_(model, backend=backend)(torch.randn(2, width, device=device)).sum().backward()
+
+    before: list[int] = []
+    step(8)  # imports what compiling needs
+    torch.compiler.reset()
+    step(width)
+    return (_peak(device) - before[1]) / (4 * DEPTH * width * (width + 1))
+
+
+def _resident(device: str) -> int:
+    """Return the bytes in use, and let the peak begin there."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (each for each in lines if each.startswith(name))
+    return 1024 * int(line.split()[1])
+
+
+def weights(dropout: bool, setting: Setting) -> dict[str, Any]:
+    """Measure the memory of first steps in processes of their own."""
+    plain, checked = (
+        Spread.of([
+            in_a_process(peak_in_weights, dropout, setting.device, checked, setting.quick)
+            for _ in range(setting.rounds)
+        ])
+        for checked in (False, True)
+    )  # fmt: skip
+    return {
+        "n": setting.rounds,
+        "plain_weights": plain,
+        "checked_weights": checked,
+        "target": f"at most {ALLOWED_WEIGHTS} times the weights",
+        "verdict": "reached" if checked.median <= ALLOWED_WEIGHTS else "missed",
+    }
+
+
 def later(device: str) -> Iterator[Comparison]:
     """Compare later calls of a tiny graph, static and with dynamic shapes."""
     python = partial(verified, against="python")
@@ -120,7 +183,15 @@ def run(setting: Setting) -> Results:
     rows = measure(later(setting.device), more, block_seconds=0.05)
     names = WORKLOADS[1:] if setting.quick else WORKLOADS
     firsts = (({"id": f"first-{name}"}, partial(first_calls, name, setting)) for name in names)
-    return {"first_calls": setting.collect(firsts, "first_calls"), "rows": rows}
+    peaks = (
+        ({"id": f"weights{name}"}, partial(weights, bool(name), setting))
+        for name in ("", ", dropout")
+    )
+    return {
+        "first_calls": setting.collect(firsts, "first_calls"),
+        "weights": setting.collect(peaks, "weights"),
+        "rows": rows,
+    }
 
 
 BENCHMARK = Benchmark(
@@ -139,6 +210,15 @@ BENCHMARK = Benchmark(
                 "memory": "{memory_ratio.median:times}",
             },
             rows="first_calls",
+        ),
+        Table(
+            {
+                "first step, weights dominate": "{id}",
+                "peak, in units of the weights": "{plain_weights.median:.1f} → "
+                "{checked_weights.median:.1f}",
+                "target": "{verdict}: {target}",
+            },
+            rows="weights",
         ),
         Table(COMPARISONS),
     ),

@@ -60,8 +60,14 @@ FOREACH = Cost(
 FIRST_CALL = Cost(
     "the first call of a `verified` transformer", "verified", "first-transformer",
     time="{plain_seconds.median:.1f} → {checked_seconds.median:.1f} s",
-    memory="peak of the process {memory_ratio.median:times}", part="first_calls",
+    part="first_calls",
 )  # fmt: skip
+WEIGHTS = Cost(
+    "the first step of a `verified` model whose weights dominate", "verified", "weights", time="",
+    ratio="", part="weights",
+    memory="peak {plain_weights.median:.1f} → {checked_weights.median:.1f} times the weights",
+)  # fmt: skip
+WEIGHTS_DROPOUT = replace(WEIGHTS, what="the same, with dropout", id="weights, dropout")
 MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
 ALL_GUARDS, WORST = (
@@ -85,7 +91,7 @@ RESIZE = (
 PYTHON = Cost(
     'the same, `against="python"`', "verified", 'a call after the first, against="python"'
 )
-VERIFIED = (FIRST_CALL, MANY_LENGTHS, LATER_CALL, PYTHON)
+VERIFIED = (FIRST_CALL, MANY_LENGTHS, WEIGHTS, WEIGHTS_DROPOUT, LATER_CALL, PYTHON)
 OLD = "the old file on disk, until the new one is whole"
 TRANSACTION = (
     FUSED,
@@ -128,7 +134,7 @@ COSTS = (
 )  # fmt: skip
 """The page's rows, in its order."""
 
-README = (FUSED, FOREACH, FIRST_CALL, ALL_GUARDS, WORST)
+README = (FUSED, FOREACH, FIRST_CALL, WEIGHTS, ALL_GUARDS, WORST)
 
 
 def table(costs: Iterable[Cost], newest: Newest) -> str:

@@ -71,6 +71,61 @@ def lost_in_a_method(run: Callable[..., Any]) -> list[Any]:
     return [run(function)(torch.ones(2)), state]
 
 
+NOTES: list[int] = []
+
+
+def lost_in_a_class_of_the_closure(run: Callable[..., Any], kind: str = "method") -> list[Any]:
+    """As reported: a class outside of what is compiled has the list in the closure of a method."""
+    state: list[int] = []
+    NOTES.clear()
+
+    class Base:
+        def note(self) -> None:
+            state.append(1)
+
+        @staticmethod
+        def note_static() -> None:
+            state.append(1)
+
+        @classmethod
+        def note_class(cls) -> None:
+            state.append(1)
+
+        @property
+        def noted(self) -> int:
+            state.append(1)
+            return 1
+
+        def note_global(self) -> None:
+            NOTES.append(1)
+
+    class Helper(Base):
+        pass
+
+    calls: dict[str, Callable[[], Any]] = {
+        "method": lambda: Base().note(),
+        "inherited": lambda: Helper().note(),
+        "static": lambda: Helper.note_static() or 1,
+        "class": lambda: Helper.note_class() or 1,
+        "property": lambda: Base().noted,
+        "global": lambda: Base().note_global(),
+    }
+    call = calls[kind]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x + 1
+
+    compiled = run(function)
+    return [*(compiled(torch.ones(2)) for _ in range(3)), list(state), list(NOTES)]
+
+
+IN_CLASSES = [
+    partial(lost_in_a_class_of_the_closure, kind=kind)
+    for kind in ("method", "inherited", "static", "class", "property", "global")
+]
+
+
 def grown_while_read(run: Callable[..., Any]) -> list[Any]:
     """https://github.com/pytorch/pytorch/issues/175855"""
 
@@ -144,7 +199,7 @@ def replaced_module(run: Callable[..., Any]) -> list[Any]:
 
 WRONG = [
     stale_global, lost_append, lost_in_a_method, grown_while_read, method_descriptors,
-    tensor_of_size, identity_decides, replaced_module,
+    tensor_of_size, identity_decides, replaced_module, *IN_CLASSES,
 ]  # fmt: skip
 
 

@@ -116,6 +116,14 @@ def squares(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
+def masks(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, torch.tensor([-1e9, 0.5]), x)
+
+
+def sums(x: torch.Tensor) -> torch.Tensor:
+    return x.sum() * 500
+
+
 @pytest.mark.parametrize(
     ("function", "traced_as", "what"),
     [
@@ -129,6 +137,11 @@ def squares(x: torch.Tensor) -> torch.Tensor:
         (returns, raises, "raises ValueError: positive, eager does not"),
         (detaches, squares, "gradient of x"),
         (returns, lambda x: (x * 2).detach(), "requires_grad"),
+        # Both runs are eager: what is large in a tensor excuses nothing.
+        (masks, lambda x: masks(x) * torch.tensor([1.0, 0.5]), "output result: 1 of 2 elements"),
+        (returns, lambda x: x * 2.0001, "output result: 2 of 2 elements differ"),
+        (sums, lambda x: sums(x) + 0.04, "output result: 1 of 1 elements differ"),
+        (sums, lambda x: sums(x * 1.0) * (1 + 1e-5), "output result: 1 of 1 elements differ"),
     ],
 )
 def test_each_kind_of_difference_is_found(
@@ -318,6 +331,62 @@ def test_inside_of_a_compiled_function_it_is_traced() -> None:
 
     around = torch.compile(lambda x: between(x) * 2, backend="eager")
     assert around(torch.ones(2)).tolist() == [4, 4]
+
+
+COUNTER = torch.full((1,), 1e5)
+
+
+def increments(x: torch.Tensor) -> torch.Tensor:
+    COUNTER.add_(1)
+    return x * 2
+
+
+def probabilities(x: torch.Tensor) -> torch.Tensor:
+    return (x * torch.tensor([1.0, -14.0])).softmax(0)
+
+
+def halves_the_small_one(x: torch.Tensor) -> torch.Tensor:
+    return probabilities(x) * torch.tensor([1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("function", "traced_as"),
+    [(increments, returns), (probabilities, halves_the_small_one)],
+)
+def test_what_is_small_beside_another_number_is_compared(
+    monkeypatch: pytest.MonkeyPatch, function: Any, traced_as: Any
+) -> None:
+    trace_as(monkeypatch, **{function.__name__: traced_as})
+    COUNTER.fill_(1e5)
+    compiled, x = against(function), torch.ones(2, requires_grad=True)
+    _, texts = said(compiled, x)
+    assert len(texts) == 1
+    COUNTER.fill_(1e5)
+    assert torch.equal(compiled(x), function(x))
+    assert COUNTER.tolist() == [1e5 + 2 * (function is increments)]
+
+
+def centred(x: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean()) * 3
+
+
+@pytest.mark.parametrize(
+    "traced_as",
+    [
+        lambda x: x * 3 - x.mean() * 3,
+        lambda x: (x - x.flip(0).sum() / x.numel()) * 3,
+        lambda x: torch.addcmul(-3 * x.mean(), x, torch.tensor(3.0)),
+    ],
+)
+def test_other_last_digits_are_no_difference(
+    monkeypatch: pytest.MonkeyPatch, traced_as: Any
+) -> None:
+    """Dynamo traces some operations of torch as several others."""
+    torch.manual_seed(0)
+    x = torch.randn(1000, requires_grad=True)
+    assert not torch.equal(centred(x), traced_as(x))
+    trace_as(monkeypatch, centred=traced_as)
+    assert said(against(centred), x)[1] == []
 
 
 @pytest.mark.slow

@@ -1,7 +1,23 @@
 """Compare two runs of one function: what differs, and what may differ by rounding alone.
 
 :func:`judge` compares by a :class:`Policy`: :data:`COMPILING` for a compiled graph beside eager,
-:data:`PADDING` for a padded call beside the same call without padding.
+:data:`PADDING` for a padded call beside the same call without padding, :data:`PYTHON` for what
+Dynamo has traced beside Python.
+
+Every allowance is a share of a number that the compared value itself is made of:
+
+* of the value, and of the largest value of its tensor, since what is small there may be a
+  difference of what is large. For padding, which leaves most values as they are, that is the
+  largest of those that differ, in the rows and columns of the value;
+* where a run has written a tensor, of what it has changed: the parameter of an optimizer moves by
+  a millionth of itself. What is left of ``after`` is its last digit, once for each write;
+* of eager's own error, where eager has been run in double precision too, among values of its size.
+
+None is a share of another tensor, of a sentinel such as -1e9, or of the value that a small step
+was added to. So whatever factor a program puts in front of a result, its allowance has it too.
+Only noise is measured by something else: a gradient that is zero by algebra is as large as the
+rounding of what cancels. It is :attr:`Difference.small`, and no difference if eager itself comes as
+far (``perturb.py``).
 """
 
 from __future__ import annotations
@@ -9,8 +25,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,16 +59,21 @@ class Policy:
     """A tolerance for each floating-point dtype (of complex numbers, that of their parts); under
     None, that of every other dtype."""
 
+    loose: Mapping[torch.dtype | None, Tolerance]
+    """As far off a value may be if eager with perturbed inputs comes as far."""
+
     metadata: bool
     """Whether dtypes, devices, strides and shared memory have to be the same too."""
 
-    gradient_floor: float = 0.0
-    """A gradient that is zero but for rounding is measured by this share of the largest one."""
+    nearby: bool = False
+    """Whether the largest value is that of the row and column, of elements that differ."""
 
     autocast: frozenset[torch.dtype] = frozenset()
     """The narrower dtypes in which autocast lets a compiled graph compute."""
 
-    def tolerance(self, dtype: torch.dtype, device: str = "cpu") -> Tolerance:
+    def tolerance(
+        self, dtype: torch.dtype, device: str = "cpu", *, loose: bool = False
+    ) -> Tolerance:
         """Return the tolerance of a dtype; integers have none."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return Tolerance()
@@ -60,7 +81,8 @@ class Policy:
         # Under autocast float32 results and gradients come out of matmuls in the narrower dtype.
         if real is torch.float32 and not self.metadata and torch.is_autocast_enabled(device):
             real = torch.get_autocast_dtype(device)
-        found = self.tolerances[real if real in self.tolerances else None]
+        table = self.loose if loose else self.tolerances
+        found = table[real if real in table else None]
         if real is torch.float32 and self.autocast:
             # Four units in the last place of what they were rounded to on the way.
             units = [torch.finfo(narrow) for narrow in self.autocast]
@@ -71,37 +93,45 @@ class Policy:
         return found
 
 
-COMPILING = Policy(
-    # Those of torch.testing.assert_close, and one unit in the last place of the 8-bit types; the
-    # absolute part follows the tensor, for the gradients of a mean loss are 1e-6 and smaller.
-    # https://pytorch.org/docs/stable/testing.html
-    {
-        torch.float16: Tolerance(1e-3, 1e-5),
-        torch.bfloat16: Tolerance(1.6e-2, 1e-5),
-        torch.float32: Tolerance(1.3e-6, 1e-5),
-        # No wider run can tell what rounding explains here.
-        torch.float64: Tolerance(1e-7, 1e-7, 1e-13),
-        None: Tolerance(0.26, 1e-2),
-    },
-    metadata=True,
-    gradient_floor=1e-6,
-)
+# Those of torch.testing.assert_close, and one unit in the last place of the 8-bit types; the
+# absolute part follows the tensor, for the gradients of a mean loss are 1e-6 and smaller.
+# https://pytorch.org/docs/stable/testing.html
+_CLOSE = {
+    torch.float16: Tolerance(1e-3, 1e-5),
+    torch.bfloat16: Tolerance(1.6e-2, 1e-5),
+    torch.float32: Tolerance(1.3e-6, 1e-5),
+    torch.float64: Tolerance(1e-7, 1e-7),
+    None: Tolerance(0.26, 1e-2),
+}
+# No wider run can tell what rounding explains in float64.
+_LOOSE = {**_CLOSE, torch.float64: Tolerance(1e-7, 1e-7, least=1e-13)}
+
+COMPILING = Policy(_CLOSE, _LOOSE, metadata=True)
 """The policy for a compiled graph: the same operations in another order."""
 
-PADDING = Policy(
-    # Sums over a padded length are taken in another order, and what is small may be a
-    # difference of what is large: rounding is measured by the largest value.
-    {
-        torch.float16: Tolerance(of_largest=1e-2),
-        torch.bfloat16: Tolerance(of_largest=4e-2),
-        torch.float32: Tolerance(of_largest=5e-5),
-        torch.float64: Tolerance(of_largest=1e-9),
-        None: Tolerance(of_largest=0.1),
-    },
-    metadata=False,
-    gradient_floor=1e-2,
+PYTHON = Policy(
+    {dtype: Tolerance(relative) for dtype, (relative, *_) in _CLOSE.items()}, _LOOSE, metadata=True
 )
+"""The policy for what Dynamo has traced: both runs are eager, so most have the same bits. Where
+torch traces an operation as several, or reads a number from a tensor, the last digits differ."""
+
+# Sums over a padded length are taken in another order.
+_PADDED = {
+    torch.float16: Tolerance(of_largest=1e-2),
+    torch.bfloat16: Tolerance(of_largest=4e-2),
+    torch.float32: Tolerance(of_largest=5e-5),
+    torch.float64: Tolerance(of_largest=1e-9),
+    None: Tolerance(of_largest=0.1),
+}
+
+PADDING = Policy(_PADDED, _PADDED, metadata=False, nearby=True)
 """The policy for a padded call: the same operations on longer tensors, whose outputs were cut."""
+
+_BLOCK = 2**20
+"""So many elements of a tensor are compared at once: in double precision they are copied often."""
+
+_NEAR = 16.0
+"""Eager's error at one value says what rounding does to one that is at most so much smaller."""
 
 _MULTIPLE = 4.0
 """How many times eager's own rounding error a compiled result may be off."""
@@ -111,6 +141,9 @@ _TRUSTED = 0.05
 
 _NOISE = 0.125
 """A gradient that should be zero may be as much of the largest one, in eager."""
+
+_NOISE_EPSILONS = 64
+"""And as much in units of the dtype's ``eps``."""
 
 Part = Literal[
     "run", "backward", "structure", "outputs", "inputs", "sharing", "gradients", "buffers"
@@ -135,6 +168,12 @@ class Difference:
 
     finite: bool = False
     """Whether it is one of numbers, and each of them is finite, or not, in both."""
+
+    small: bool = False
+    """Whether it is one of numbers so small that it is noise if eager comes as far."""
+
+    apart: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """At which elements finite numbers differ."""
 
     strides: tuple[int, ...] | None = None
     """The reference's strides, where those of an output are all that has been compared so far."""
@@ -187,17 +226,20 @@ def judge(
         return (Difference("structure", None, counts, "shape"),)
     comparison = _Comparison(policy, None if exact is None else functools.cache(exact))
     comparison.values("outputs", enumerate(zip(reference.outputs, candidate.outputs, strict=True)))
-    comparison.values("inputs", enumerate(zip(reference.inputs, candidate.inputs, strict=True)))
+    comparison.inputs(reference, candidate)
     if policy.metadata:
         comparison.sharing(reference, candidate)
     # What a discontinuity may explain in an output says nothing about gradients; for padding, and
     # for whatever else differs, the outputs are wrong already.
     explicable = policy.metadata and all(each.finite for each in comparison.found)
-    if (explicable or not comparison.found) and reference.backward_error is None:
-        if candidate.backward_error is not None:
-            return _errors("backward", None, candidate.backward_error)
-        comparison.gradients(reference, candidate)
-        comparison.buffers(reference, candidate)
+    if explicable or not comparison.found:
+        refused = reference.backward_error is not None and not reference.gradients
+        if candidate.backward_error is not None or refused:
+            errors = reference.backward_error, candidate.backward_error
+            comparison.found += _errors("backward", *errors)
+        else:
+            comparison.gradients(reference, candidate)
+            comparison.buffers(reference, candidate)
     return tuple(comparison.found)
 
 
@@ -222,8 +264,20 @@ def value_of(outcome: Outcome, part: Part, key: Any) -> Any:
     if part == "gradients":
         gradient = outcome.gradients.get(key)
         return None if gradient is None else gradient.value
+    if part == "buffers":
+        buffer = outcome.buffers.get(key)
+        return None if buffer is None else buffer.after
     values: list[Any] = getattr(outcome, part)
     return values[key] if key < len(values) else None
+
+
+class _Pair(NamedTuple):
+    """One tensor of both runs, and what it was if the reference has written it."""
+
+    expected: torch.Tensor
+    actual: torch.Tensor
+    before: torch.Tensor | None = None
+    writes: int = 0
 
 
 class _Comparison:
@@ -233,8 +287,9 @@ class _Comparison:
         self.policy = policy
         self.exact = exact
         self.found: list[Difference] = []
+        self.largest_gradient = 0.0
 
-    def values(self, part: Part, pairs: Any, floor: float = 0.0) -> None:
+    def values(self, part: Part, pairs: Any, before: Any = None, writes: int = 1) -> None:
         """Compare pairs of values: tensors, and what else a function may return."""
         for key, (expected, actual) in pairs:
             if not self.policy.metadata and type(expected) is type(actual) is float:
@@ -242,9 +297,19 @@ class _Comparison:
                 expected, actual = torch.tensor([expected, actual], dtype=torch.float32)  # noqa: PLW2901
             difference = self._kinds(part, key, expected, actual)
             if difference is None and isinstance(expected, torch.Tensor):
-                difference = self._numbers(part, key, expected.detach(), actual.detach(), floor)
+                pair = _Pair(expected.detach(), actual.detach())
+                if _is_like(before, expected):
+                    pair = pair._replace(before=before.detach(), writes=writes)
+                difference = self._numbers(part, key, pair)
             if difference is not None:
                 self.found.append(difference)
+
+    def inputs(self, reference: Outcome, candidate: Outcome) -> None:
+        """Compare what the runs have made of the inputs with what these were before."""
+        pairs = zip(reference.inputs, candidate.inputs, strict=True)
+        for place, pair in enumerate(pairs):
+            before = reference.before[place] if reference.before else None
+            self.values("inputs", [(place, pair)], before, reference.writes.get(place, 1))
 
     def sharing(self, reference: Outcome, candidate: Outcome) -> None:
         """Compare which tensors overlap in memory."""
@@ -256,7 +321,7 @@ class _Comparison:
 
     def gradients(self, reference: Outcome, candidate: Outcome) -> None:
         """Compare gradients; none, and one of zeros, are the same number."""
-        floor = self.policy.gradient_floor * _largest_gradient(reference)
+        self.largest_gradient = _largest_gradient(reference)
         for key in {**reference.gradients, **candidate.gradients}:
             one, other = reference.gradients.get(key), candidate.gradients.get(key)
             there = [each for each in (one, other) if each is not None]
@@ -269,7 +334,7 @@ class _Comparison:
                 torch.zeros_like(like) if each is None or each.value is None else each.value
                 for each in (one, other)
             )
-            self.values("gradients", [(key, (expected, actual))], floor)
+            self.values("gradients", [(key, (expected, actual))])
 
     def buffers(self, reference: Outcome, candidate: Outcome) -> None:
         """Compare what the runs have written to buffers; what one has not is as it was before."""
@@ -281,7 +346,7 @@ class _Comparison:
             actual = written.before if other is None else other.after
             # A buffer as long as the input, such as a table of positions, is no statistic.
             if expected.shape == actual.shape:
-                self.values("buffers", [(name, (expected, actual))])
+                self.values("buffers", [(name, (expected, actual))], written.before)
 
     def _kinds(self, part: Part, key: Any, expected: Any, actual: Any) -> Difference | None:
         """Compare all but the values of tensors."""
@@ -310,39 +375,59 @@ class _Comparison:
             return Difference(part, key, what, "strides", strides=strides)
         return None
 
-    def _numbers(
-        self, part: Part, key: Any, expected: torch.Tensor, actual: torch.Tensor, floor: float
-    ) -> Difference | None:
+    def _numbers(self, part: Part, key: Any, pair: _Pair) -> Difference | None:
         """Compare the values of two tensors of one shape."""
+        expected, actual = pair.expected, pair.actual
         if self.policy.metadata and expected.layout is not torch.strided:
             return None
+        if _same(expected, actual):
+            return None
+        if pair.before is not None and _same(expected, pair.before):
+            pair = pair._replace(writes=0)
         tolerance = self.policy.tolerance(expected.dtype, expected.device.type)
-        off, allowed = _distance(part, expected, actual, tolerance, floor)
+        # A sentinel, which is the same in both, is not rounded to a narrower dtype.
+        other = actual if tolerance.of_largest else None
+        largest = _largest(expected, pair.before, other)
+        if not self.policy.nearby and _within(part, pair, tolerance, largest):
+            return None
+        nearby = _nearby(expected, actual) if self.policy.nearby and pair.writes == 0 else largest
+        off, allowed = _distance(part, pair, tolerance, nearby)
         if bool((off <= allowed).all()):  # NaN is not
             return None
-        if self._as_near_as_eager(part, key, expected, actual, tolerance):
+        if self._as_near_as_eager(part, key, pair, tolerance):
             return None
         what, finite = _described(expected, actual, off, allowed)
-        largest = float(off.max()) if not finite else float(off.nan_to_num(0, 0, 0).max())
-        scale = _largest(expected)
-        return Difference(part, key, what, "numbers", largest, scale, finite)
+        loose = self.policy.tolerance(expected.dtype, expected.device.type, loose=True)
+        value = pair._replace(before=None)
+        _, at_most = _distance(part, value, loose, _largest(expected))
+        if part == "gradients" and (expected.is_floating_point() or expected.is_complex()):
+            noise = min(_NOISE_EPSILONS * torch.finfo(expected.dtype).eps, _NOISE)
+            at_most = at_most.clamp(min=noise * self.largest_gradient)
+        return Difference(
+            part, key, what, "numbers",
+            largest=float(off.max()) if not finite else float(off.nan_to_num(0, 0, 0).max()),
+            scale=_largest(expected),
+            finite=finite,
+            small=bool((off <= at_most).all()),
+            apart=~(off <= allowed) if finite else None,
+        )  # fmt: skip
 
-    def _as_near_as_eager(
-        self, part: Part, key: Any, expected: Any, actual: Any, tolerance: Tolerance
-    ) -> bool:
+    def _as_near_as_eager(self, part: Part, key: Any, pair: _Pair, tolerance: Tolerance) -> bool:
         outcome = None if self.exact is None else self.exact()
-        if outcome is None or outcome.error is not None or outcome.backward_error is not None:
+        if outcome is None or outcome.error is not None:
+            return False
+        if outcome.backward_error is not None and not outcome.gradients:
             return False
         exact = value_of(outcome, part, key)
         if part == "gradients" and exact is None and outcome.gradients:
-            exact = torch.zeros_like(expected)
-        if not isinstance(exact, torch.Tensor) or exact.shape != expected.shape:
+            exact = torch.zeros_like(pair.expected)
+        if not isinstance(exact, torch.Tensor) or exact.shape != pair.expected.shape:
             return False
         exact = exact.detach()
-        if not (expected.is_floating_point() or expected.is_complex()):
-            return exact.dtype == actual.dtype and torch.equal(exact, actual)
+        if not (pair.expected.is_floating_point() or pair.expected.is_complex()):
+            return exact.dtype == pair.actual.dtype and torch.equal(exact, pair.actual)
         largest = _largest_gradient(outcome) if part == "gradients" else 0.0
-        return _as_near(part, (expected, actual, exact), tolerance, largest, self.policy)
+        return _as_near(part, pair, exact, tolerance, largest, self.policy)
 
 
 _PLAIN = (
@@ -360,18 +445,54 @@ def as_double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64)
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all values are equal, and none is NaN."""
+    plain = one.layout is torch.strided and one.dtype == other.dtype and one.itemsize > 1
+    return plain and one.device == other.device and torch.equal(one, other)
+
+
+def _is_like(before: Any, after: torch.Tensor) -> bool:
+    """Whether the difference of two tensors is what was written."""
+    return (
+        isinstance(before, torch.Tensor)
+        and (before.shape, before.dtype, before.device) == (after.shape, after.dtype, after.device)
+        and before.layout is after.layout is torch.strided
+    )
+
+
+def _blocks(*tensors: torch.Tensor | None) -> Iterator[list[torch.Tensor | None]]:
+    """Cut tensors of one shape into blocks, for what is made of them in double precision."""
+    first = tensors[0]
+    assert first is not None
+    if first.numel() <= _BLOCK or first.layout is not torch.strided:
+        yield list(tensors)
+        return
+    flat = [None if each is None else each.reshape(-1) for each in tensors]
+    for start in range(0, first.numel(), _BLOCK):
+        yield [None if each is None else each[start : start + _BLOCK] for each in flat]
+
+
+def _within(part: Part, pair: _Pair, tolerance: Tolerance, largest: float) -> bool:
+    """Whether no value is further off than the tolerance, one block after the other."""
+    for expected, actual, before in _blocks(*pair[:3]):
+        assert expected is not None
+        assert actual is not None
+        block = _Pair(expected, actual, before, pair.writes)
+        off, allowed = _distance(part, block, tolerance, largest)
+        if not bool((off <= allowed).all()):  # NaN is not
+            return False
+    return True
+
+
 def _distance(
-    part: Part,
-    expected: torch.Tensor,
-    actual: torch.Tensor,
-    tolerance: Tolerance,
-    floor: float = 0.0,
+    part: Part, pair: _Pair, tolerance: Tolerance, largest: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how far each value is off, and how far it may be.
+    """Return how far each value is off, and how far it may be in a tensor with this largest one.
 
     Equal values are 0 apart, infinities and NaN too; one that only one of the tensors has is
-    infinitely far from the other. A tensor is measured as if its largest value were ``floor``.
+    infinitely far from the other.
     """
+    expected, actual, before, writes = pair
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = expected != actual
         if torch.bool in {expected.dtype, actual.dtype}:
@@ -385,28 +506,41 @@ def _distance(
         one, other = as_double(expected), as_double(actual)
     same = (one == other) | (one.isnan() & other.isnan())
     off = torch.where(same, torch.zeros_like(one), one - other).abs()
-    allowed = _allowed(part, expected.dtype, one, tolerance, max(_largest(expected), floor))
+    allowed = _allowed(part, expected.dtype, one, before, writes, tolerance, largest)
     # An infinite one allows nothing: its neighbours are infinitely far off.
     return off, torch.where(allowed.isfinite(), allowed, 0.0)
 
 
-def _allowed(
-    part: Part, dtype: torch.dtype, values: torch.Tensor, tolerance: Tolerance, largest: float
+def _allowed(  # noqa: PLR0917 - one private rule
+    part: Part,
+    dtype: torch.dtype,
+    values: torch.Tensor,
+    before: torch.Tensor | None,
+    writes: int,
+    tolerance: Tolerance,
+    largest: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Return how far each of the values may be off, in a tensor whose largest is this."""
+    """Return how far each of the values may be off; the largest is that of what was changed."""
     relative, absolute, of_largest, least = tolerance
     info = torch.finfo(dtype)
     step = info.smallest_normal * info.eps
-    scale = largest if part == "gradients" else min(largest, 1.0)
+    scale = largest if part == "gradients" or absolute == 0 else min(float(largest), 1.0)
+    if before is not None:
+        old = before.to(values.dtype) if values.is_complex() else as_double(before)
+        share = relative * (values - old).abs() + absolute * scale + of_largest * largest
+        # Each write rounds to the last digit; a compiler may write once for several.
+        digits = (writes + 1) / 2 if writes else 0.0
+        return share + least + digits * (info.eps * values.abs() + step)
     if info.dtype == "float16":
         # Below 6e-5 it loses digits, which a compiler that keeps float32 in its kernels has.
-        scale = max(scale, 1.0)
+        scale = max(scale, 1.0) if isinstance(scale, float) else scale
     return relative * values.abs() + (absolute * scale + of_largest * largest + least + step)
 
 
 def close(part: Part, expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     """Return, for each number, whether a compiled result may be what eager's is."""
-    off, allowed = _distance(part, expected, actual, COMPILING.tolerance(expected.dtype))
+    pair, tolerance = _Pair(expected, actual), COMPILING.tolerance(expected.dtype)
+    off, allowed = _distance(part, pair, tolerance, _largest(expected))
     return off <= allowed
 
 
@@ -416,51 +550,96 @@ def _largest_gradient(outcome: Outcome) -> float:
     return max((_largest(value) for value in values if value is not None), default=0.0)
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest finite absolute value."""
-    wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).abs()
-    finite = wide[wide.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+def _largest(
+    tensor: torch.Tensor, before: torch.Tensor | None = None, other: torch.Tensor | None = None
+) -> float:
+    """Return the largest finite absolute value, or the largest change; of those that differ."""
+    largest = 0.0
+    for after, old, apart in _blocks(tensor.detach(), before, other):
+        assert after is not None
+        kind = torch.complex128 if after.is_complex() else torch.float64
+        wide = (after.to(kind) if old is None else after.to(kind) - old.to(kind)).abs()
+        counts = wide.isfinite() if apart is None else wide.isfinite() & (after != apart)
+        finite = wide[counts]
+        largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
+    return largest
 
 
-def _as_near(
+def _nearby(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Return, for each element, the largest one that differs in its row and in its column.
+
+    Of all dims it is the least. A sentinel is the same in both, and is left out.
+    """
+    kind = torch.complex128 if expected.is_complex() else torch.float64
+    wide = expected.to(kind).abs()
+    counts = (expected != actual) & wide.isfinite()
+    values = torch.where(counts, wide, torch.zeros_like(wide))
+    if not values.numel():
+        return values
+    dims = [dim for dim, size in enumerate(values.shape) if size > 1]
+    rows = [
+        values.amax([other for other in range(values.dim()) if other != dim], keepdim=True)
+        if values.dim() > 1
+        else values
+        for dim in dims
+    ]
+    return functools.reduce(torch.minimum, rows, values.max())
+
+
+def _as_near(  # noqa: PLR0917 - one private rule
     part: Part,
-    values: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pair: _Pair,
+    exact: torch.Tensor,
     tolerance: Tolerance,
     largest_gradient: float,
     policy: Policy,
 ) -> bool:
     """Whether of eager's, the compiled and the exact result the second is as near as the first."""
-    expected, actual, exact = values
-    wide, narrow, true = as_double(expected), as_double(actual), as_double(exact)
+    wide, narrow, true = as_double(pair.expected), as_double(pair.actual), as_double(exact)
     places = torch.isfinite(true)
     for result in (wide, narrow):
         if not torch.equal(torch.isfinite(result), places):
             return False
         if not torch.equal(result[~places].nan_to_num(), true[~places].nan_to_num()):
             return False
+    before = None if pair.before is None else as_double(pair.before)[places]
     wide, narrow, true = wide[places], narrow[places], true[places]
     if not true.numel():
         return True
     eager_error, error = (wide - true).abs(), (narrow - true).abs()
-    largest = float(true.abs().max())
-    # A gradient that is zero by algebra, of a bias in front of a BatchNorm, is all noise.
-    eps = torch.finfo(expected.dtype).eps
-    if largest <= eps * largest_gradient:
-        noise, most = float(eager_error.max()), _NOISE * largest_gradient
-        allowed_noise = max(_MULTIPLE * noise, min(64 * eps * largest_gradient, most))
-        return noise <= most and float(error.max()) <= allowed_noise
+    most, largest = float(eager_error.max()), float(true.abs().max())
+    limit = _allowed(
+        part, pair.expected.dtype, true, before, pair.writes, tolerance, _largest(true, before)
+    )
     if eager_error.square().mean() > (_TRUSTED**2) * true.square().mean():
-        # It is no reference for this graph. Gradients that underflow under autocast are as far off:
-        # a compiler that keeps float32 in its kernels is nearer.
-        nearer = error.square().mean() <= eager_error.square().mean()
-        return bool(policy.autocast) and bool(nearer) and bool(error.max() <= eager_error.max())
+        # A gradient that is zero by algebra, of a bias in front of a BatchNorm, is all noise.
+        eps = torch.finfo(pair.expected.dtype).eps
+        is_noise = largest <= eps * largest_gradient and most <= _NOISE * largest_gradient
+        if not is_noise:
+            # It is no reference for this graph. Gradients that underflow under autocast are as far
+            # off: a compiler that keeps float32 in its kernels is nearer.
+            nearer = error.square().mean() <= eager_error.square().mean()
+            return bool(policy.autocast) and bool(nearer) and float(error.max()) <= most
+        if largest <= _NOISE_EPSILONS * torch.finfo(torch.float64).eps * largest_gradient:
+            # In double precision too: another order of the same sums may leave more.
+            limit = limit.clamp(min=min(_NOISE_EPSILONS * eps, _NOISE) * largest_gradient)
+    return _no_further(error, eager_error, limit, true.abs())
+
+
+def _no_further(
+    error: torch.Tensor, eager: torch.Tensor, limit: torch.Tensor, size: torch.Tensor
+) -> bool:
+    """Whether errors are as small as eager's at values of the same size, or as the limit."""
+    order = size.argsort()
+    size, error, eager, limit = (each[order] for each in (size, error, eager, limit))
+    # The last one that eager's error counts of. A mask's -1e9 rounds by 32, and excuses no score.
+    last = torch.searchsorted(size, _NEAR * size, right=True) - 1
     # No compiler has to be better than eager, such as in a sum of many terms in half precision.
-    limit = _allowed(part, expected.dtype, true, tolerance, largest)
-    allowed = torch.clamp(limit, min=_MULTIPLE * eager_error.max())
+    if not bool((error <= torch.maximum(limit, _MULTIPLE * eager.cummax(0).values[last])).all()):
+        return False
     # Nor worse on the whole: one number that eager rounds to the other side excuses no other.
-    usual = torch.maximum(limit.square().mean(), _MULTIPLE**2 * eager_error.square().mean())
-    return bool((error <= allowed).all()) and bool(error.square().mean() <= usual)
+    its, allowed, eagers = (each.square().cumsum(0)[last] for each in (error, limit, eager))
+    return bool((its <= torch.maximum(allowed, _MULTIPLE**2 * eagers) * (1 + 1e-9)).all())
 
 
 def _described(

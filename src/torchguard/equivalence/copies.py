@@ -23,7 +23,7 @@ from torchguard._torch import (
     version_of,
     with_lazy_bits,
 )
-from torchguard.equivalence.isolate import isolated
+from torchguard.equivalence.isolate import isolated, saving_copies
 from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.process import autocast_devices
@@ -33,11 +33,12 @@ Cast: TypeAlias = Callable[[torch.dtype], torch.dtype]
 """Returns the dtype that takes the place of another."""
 
 Change: TypeAlias = Callable[[Sequence[Any]], None]
-"""Changes the values of copied inputs before they are used."""
+"""Changes the values of copied inputs, and of what is sent backward, before they are used."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
 _SMALL = 2**16  # bytes
+_AT_ONCE = 2**23  # bytes
 
 
 class Copies(NamedTuple):
@@ -102,9 +103,16 @@ def bytes_of(values: Sequence[Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def copy_inputs(values: Sequence[Any], cast: Cast | None = None) -> Copies:
-    """Copy the inputs of a call, for which :func:`why_not_copied` returns None."""
-    copier = _Copier(cast)
+def copy_inputs(
+    values: Sequence[Any],
+    cast: Cast | None = None,
+    storages: dict[_Key, torch.UntypedStorage] | None = None,
+) -> Copies:
+    """Copy the inputs of a call, for which :func:`why_not_copied` returns None.
+
+    Storages that are given are copies already, and those that are made are put there.
+    """
+    copier = _Copier(cast, {} if storages is None else storages)
     copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
     return Copies(copies, [_gradient_source(copy) for copy in copies])
 
@@ -216,24 +224,71 @@ def run_on_copies(
     *,
     reference: Outcome | None = None,
     within: contextlib.AbstractContextManager[Any] | None = None,
+    keeps: bool = False,
 ) -> Outcome:
     """Call a graph, or what is made of it, on copies of the inputs, and send a gradient backward.
 
     Tensors that the graph owns hold copies of their data meanwhile; they are the first inputs of
-    the outcome. Memory that a graph leaves unwritten could hold the values of the ``reference`` by
-    chance, so free memory of these sizes is overwritten before. ``within`` is a scope for the run
-    and its backward.
+    the outcome. Copies that the ``reference`` has left as they were are used again: whatever this
+    run writes to them is seen, because the originals are what it is compared with. Memory that a
+    graph leaves unwritten could hold the values of the reference by chance, so free memory of these
+    sizes is overwritten before. ``within`` is a scope for the run and its backward. With ``keeps``,
+    autograd saves copies.
     """
-    copies = copy_inputs([*owned, *inputs], cast)
+    given = [*owned, *inputs]
+    storages: dict[_Key, torch.UntypedStorage] = {}
+    if reference is not None:
+        storages, reference.spare = reference.spare, {}
+    copies = copy_inputs(given, cast, storages)
     if change is not None:
         change(copies.values)
     with _holding(owned, copies.values):
         copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
         if reference is not None:
             overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
-        outcome = _outcome(function, copies, len(owned), within or contextlib.nullcontext())
-        outcome.inputs[: len(owned)] = [tensor.detach().clone() for tensor in owned]
+        scope = within or contextlib.nullcontext()
+        outcome = _outcome(function, copies, owned, change, scope, keeps=keeps)
+        outcome.inputs[: len(owned)] = [tensor.detach() for tensor in owned]
+    outcome.before = given
+    if cast is None and change is None and reference is None:
+        _share(outcome, storages)
+    if outcome.backward_error is not None and isinstance(function, fx.GraphModule) and not keeps:
+        # A program may overwrite what autograd has saved, and never go backward.
+        again = run_on_copies(function, inputs, owned, cast, change, within=within, keeps=True)
+        outcome.gradients = again.gradients if again.backward_error is None else {}
     return outcome
+
+
+def _share(outcome: Outcome, storages: dict[_Key, torch.UntypedStorage]) -> None:
+    """Keep the originals in place of copies that a run has left as they were."""
+    places: dict[_Key, list[int]] = {}
+    for place, value in enumerate(outcome.before):
+        if isinstance(value, torch.Tensor):
+            places.setdefault(_key(value), []).append(place)
+    results = [*outcome.outputs, *(each.value for each in outcome.gradients.values())]
+    kept = {_key(tensor) for tensor in tensors_of(results)}
+    for key, copied in storages.items():
+        pairs = [(outcome.before[p].detach(), outcome.inputs[p], p) for p in places.get(key, ())]
+        is_as_before = all(
+            (one.shape, one.stride(), one.storage_offset(), copied.data_ptr())
+            == (two.shape, two.stride(), two.storage_offset(), two.untyped_storage().data_ptr())
+            for one, two, _ in pairs
+        )
+        if is_as_before and pairs and _same_bytes(pairs[0][0].untyped_storage(), copied):
+            if (key[0], copied.data_ptr(), copied.nbytes()) not in kept:
+                outcome.spare[key] = copied
+            for original, copy, place in pairs:
+                outcome.inputs[place] = original.requires_grad_(copy.requires_grad)
+                outcome.writes.pop(place, None)
+
+
+def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    # Not by version counters: a write through .data counts none.
+    parts = (
+        torch.empty(0, dtype=torch.uint8, device=each.device).set_(each).split(_AT_ONCE)
+        for each in (one, other)
+    )
+    return all(map(torch.equal, *parts))
 
 
 def overwrite_free_memory(results: Sequence[Any]) -> None:
@@ -247,14 +302,13 @@ def overwrite_free_memory(results: Sequence[Any]) -> None:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     )
-    free = [
-        torch.empty(size, dtype=torch.uint8, device=device)
-        for (device, size), count in sizes.items()
+    for (device, size), count in sizes.items():
         # Of small blocks malloc keeps many free ones, and any of them may be next.
-        for _ in range(count if size >= _SMALL else count + 64)
-    ]
-    for memory in free:
-        memory.fill_(0xFF)  # NaN in every floating-point dtype
+        wanted = count if size >= _SMALL else count + 64
+        free = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(wanted)]
+        for memory in free:
+            memory.fill_(0xFF)  # NaN in every floating-point dtype
+        del free
 
 
 @contextlib.contextmanager
@@ -277,22 +331,26 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 def _outcome(
     function: Callable[..., Any],
     copies: Copies,
-    owned: int,
+    owned: Sequence[torch.Tensor],
+    change: Change | None,
     within: contextlib.AbstractContextManager[Any],
+    *,
+    keeps: bool,
 ) -> Outcome:
     outcome = Outcome(inputs=copies.values)
     # Nobody is warned here: a warning may be an error, and that is none of the graph's.
     called = function
     if isinstance(function, fx.GraphModule):
         called = reference_of(function, warns=False)
-    with isolated(), within:
+    with isolated(), within, saving_copies() if keeps else contextlib.nullcontext():
+        tensors = [*owned, *copies.values[len(owned) :]]
         before = [
             (place, value, version_of(value), value.grad_fn)
-            for place, value in enumerate(copies.values)
+            for place, value in enumerate(tensors)
             if isinstance(value, torch.Tensor)
         ]
         try:
-            returned = called(*copies.values[owned:])
+            returned = called(*copies.values[len(owned) :])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
@@ -301,11 +359,12 @@ def _outcome(
         outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         outcome.structure = len(outcome.outputs)
         # None: inference tensors count no writes.
-        outcome.mutated = frozenset(
-            place
+        outcome.writes = {
+            place: 1 if version is None else now - version
             for place, tensor, version, _ in before
-            if version is None or version != version_of(tensor)
-        )
+            if version is None or (now := version_of(tensor) or version) != version
+        }
+        outcome.mutated = frozenset(place for place in outcome.writes if place >= len(owned))
         outcome.sharing = sharing_of(
             (f"{kind} {number}", value)
             for kind, values in (("input", copies.values), ("output", outcome.outputs))
@@ -315,7 +374,7 @@ def _outcome(
         results = [
             tensor
             for place, tensor, _, grad_fn in before
-            if place >= owned and tensor.grad_fn is not grad_fn
+            if place >= len(owned) and tensor.grad_fn is not grad_fn
         ]
         # As programs do, which leave autocast before backward().
         for device in autocast_devices():
@@ -326,7 +385,7 @@ def _outcome(
             names = {place: f"input {place}" for place in sources}
             if ends and sources:
                 outcome.gradients = send_backward(
-                    list(map(Output, ends)), sources, names, mixed=True
+                    list(map(Output, ends)), sources, names, mixed=True, change=change
                 )
         except torch.OutOfMemoryError:
             raise

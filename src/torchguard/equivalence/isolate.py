@@ -63,6 +63,11 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
         modes.restore()
 
 
+def saving_copies() -> contextlib.AbstractContextManager[None]:
+    """Let autograd save copies: a backward is right then though what it needs is overwritten."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+
+
 @contextlib.contextmanager
 def rng_state_restored() -> Iterator[None]:
     """Restore the RNG states."""
@@ -241,6 +246,7 @@ def run_undoing_mutations(
     names: Mapping[int, str],
     modules: Sequence[torch.nn.Module] = (),
     held: Callable[[], Iterable[torch.Tensor]] = tuple,
+    change: Callable[[Sequence[Any]], None] | None = None,
 ) -> Outcome:
     """Call a function that may have a state of its own, and send a gradient backward.
 
@@ -260,7 +266,13 @@ def run_undoing_mutations(
             if any(tensor.requires_grad for tensor in tensors):
                 with watch:
                     gradients = send_backward(
-                        outputs, given.sources, names, modules, held, retain_graph=True
+                        outputs,
+                        given.sources,
+                        names,
+                        modules,
+                        held,
+                        retain_graph=True,
+                        change=change,
                     )
             return Outcome(
                 outputs=[_detached(each) for each in outputs],

@@ -58,6 +58,15 @@ class Outcome:
     inputs: list[Any] = field(default_factory=list)
     """The inputs after the run; empty if its mutations were undone."""
 
+    before: Sequence[Any] = ()
+    """What they were before it; the caller's own, of which the run has written copies."""
+
+    writes: dict[int, int] = field(default_factory=dict)
+    """How often the run has written an input, by its position."""
+
+    spare: dict[Any, torch.UntypedStorage] = field(default_factory=dict)
+    """Copies of storages that the run has left as they were: another run may use them."""
+
     gradients: dict[Hashable, Gradient] = field(default_factory=dict)
     """Gradients by the position of an input, or by ``("leaf", id)`` of another leaf; empty if none
     is computed."""
@@ -75,6 +84,8 @@ class Outcome:
     """What the run has raised."""
 
     backward_error: Exception | None = None
+    """What its backward has raised. If torch only refuses, because what it had saved was written
+    afterwards, gradients are there: those of a run that saves copies."""
 
 
 # ---- gradients ----
@@ -89,11 +100,13 @@ def send_backward(
     *,
     retain_graph: bool = False,
     mixed: bool = False,
+    change: Callable[[Sequence[Any]], None] | None = None,
 ) -> dict[Hashable, Gradient]:
     """Send a fixed gradient backward to inputs and to every other leaf; none is accumulated.
 
     It is positive, 0.5 to 1.5, so that sums over a padded dim do not cancel, and rises, or is
-    ``mixed``. With ``retain_graph`` the graph of what was made before is left to the caller.
+    ``mixed``. With ``retain_graph`` the graph of what was made before is left to the caller. What
+    is sent can be changed before: the gradient of a linear function depends on nothing else.
     ``sources`` may have the edge of a tensor in its place.
     """
     parameters = _leaves_behind([output.value for output in outputs], sources.values())
@@ -109,6 +122,8 @@ def send_backward(
         return {}
     cotangent = _mixed if mixed else _rising
     sent = [counted(cotangent(value, i), counts) for i, (value, counts) in enumerate(ends)]
+    if change is not None:
+        change(sent)
     # Not backward(): that would add to .grad, and call the hooks for it.
     arrived = torch.autograd.grad(
         [each.value for each in ends], wanted, sent, retain_graph=retain_graph, allow_unused=True

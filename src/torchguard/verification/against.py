@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchguard._torch import (
 )
 from torchguard.equivalence.compare import Difference
 from torchguard.equivalence.copies import overwrite_free_memory
+from torchguard.equivalence.perturb import perturb_all
 from torchguard.errors import MiscompilationWarning
 from torchguard.verification.backend import VerifiedBackend, comparison
 from torchguard.verification.check import (
@@ -130,10 +131,17 @@ class AgainstPython:
             raise UnverifiedError(reached.problem)
         require_comparable(reached.tensors, self.backend.checks.max_bytes, reached.names)
 
-        def as_python() -> Run:
+        def as_python(change: Callable[[Sequence[Any]], None] | None = None) -> Run:
             comparison.runs = "python"
             with _nothing_compiles():
-                return reached.run(self.as_python, args, kwargs)
+                run = reached.run(self.as_python, args, kwargs, change=change)
+                if run.backward_error is not None:
+                    kept = reached.run(self.as_python, args, kwargs, change=change, keeps=True)
+                    run.gradients = kept.gradients
+                return run
+
+        def perturbed(seed: int, written: Iterable[torch.Tensor]) -> Run:
+            return as_python(lambda values: perturb_all(seed, values, written))
 
         python = as_python()
         comparison.runs = "compiled"
@@ -144,11 +152,11 @@ class AgainstPython:
             raise UnverifiedError(f"Python raises {type(python.error).__name__}")
         if is_error_of_compiler(compiled.error):
             raise UnverifiedError(f"it can't be compiled: {type(compiled.error).__name__}")
-        found = differences_of(python, compiled)
+        found = differences_of(python, compiled, perturbed)
         if found:
             # What Python does not do twice is not compared, such as reading unwritten memory.
             overwrite_free_memory([*python.results.values()])
-            again = differences_of(python, as_python())
+            again = differences_of(python, as_python(), perturbed)
             unsteady = {(each.part, each.key, each.kind) for each in again}
             found = [each for each in found if (each.part, each.key, each.kind) not in unsteady]
         return found

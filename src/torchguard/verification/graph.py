@@ -69,13 +69,18 @@ def owned_tensors(graph: fx.GraphModule) -> list[torch.Tensor]:
     """Return the tensors that the graph holds itself: the parameters of an optimizer."""
     found: dict[int, torch.Tensor] = {}
     for part in graphs_in(graph):
-        for node in part.graph.nodes:
-            value: Any = part
-            for name in str(node.target).split(".") if node.op == "get_attr" else ():
-                value = getattr(value, name, None)
+        for value in (attribute_of(part, node) for node in part.graph.nodes):
             if isinstance(value, torch.Tensor):
                 found[id(value)] = value
     return list(found.values())
+
+
+def attribute_of(graph: fx.GraphModule, node: fx.Node) -> Any:
+    """Return what a node reads from the graph that has it; None for other nodes."""
+    value: Any = graph if node.op == "get_attr" else None
+    for name in str(node.target).split(".") if value is not None else ():
+        value = getattr(value, name, None)
+    return value
 
 
 def place_of(graph: fx.GraphModule) -> tuple[str, str]:

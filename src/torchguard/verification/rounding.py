@@ -6,8 +6,7 @@ compiled in double precision, is right.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -18,53 +17,15 @@ from torch import fx
 from torchguard._torch import compiling_outside_dynamo, enters_autocast
 from torchguard.equivalence.compare import (
     COMPILING,
-    Difference,
     Policy,
-    as_double,
-    close,
     judge,
-    value_of,
 )
 from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
-from torchguard.equivalence.perturb import perturb_
+from torchguard.equivalence.perturb import perturb_all
 from torchguard.verification.backend import Compiler
-from torchguard.verification.graph import copy_graph, graphs_in, unlogged
-
-_RUNS = 16
-"""How many runs eager makes at most, each with its inputs perturbed otherwise."""
-
-_MULTIPLE = 2.0
-"""How many times further than eager from itself the compiled result may be from eager."""
-
-
-def not_by_rounding(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    eager: Outcome,
-    compiled: Outcome,
-    found: Sequence[Difference],
-    *,
-    within: AbstractContextManager[Any] | None = None,
-) -> list[Difference]:
-    """Return the differences that eager does not show itself when its inputs are perturbed.
-
-    Here and below ``within`` is a scope for runs of eager, which chooses random numbers.
-    """
-    places = [(each, _apart(each, eager, compiled)) for each in found]
-    compared = [(each, left) for each, left in places if left is not None]
-    try:
-        for seed in range(_RUNS if compared else 0):
-            change = functools.partial(_perturb, seed)
-            other = run_on_copies(graph, inputs, change=change, within=within)
-            for each, left in compared:
-                left.logical_and_(~_reached(each, eager, compiled, other))
-            if not any(left.any() for _, left in compared):
-                break
-    except torch.OutOfMemoryError:
-        return list(found)
-    return [each for each, left in places if left is None or left.any()]
+from torchguard.verification.graph import attribute_of, copy_graph, graphs_in, unlogged
 
 
 def right_in_double(
@@ -90,20 +51,36 @@ def right_in_double(
             with compiling_outside_dynamo(), rng_state_restored():
                 compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
             again = run_on_copies(compiled, inputs, cast=_wider, within=within_compiled)
-            return not judge(eager, again, COMPILING)
+            return all(each.small for each in judge(eager, again, COMPILING))
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 
 
-def _perturb(seed: int, copies: Sequence[Any]) -> None:
-    """Perturb copies of inputs: those that require a gradient, as weights do, or else all."""
-    # Data may be compared with a constant (a mask of ones), what requires a gradient is not.
-    tensors = tensors_of(copies)
-    chosen = [tensor for tensor in tensors if tensor.requires_grad] or tensors
-    storages = {each.untyped_storage().data_ptr(): each for each in reversed(chosen)}
-    for each in storages.values():
-        whole = torch.empty(0, dtype=each.dtype, device=each.device)
-        perturb_(whole.set_(each.untyped_storage()), seed)
+def perturbed_runs(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    owned: Sequence[torch.Tensor],
+    eager: Outcome,
+    *,
+    within: AbstractContextManager[Any] | None = None,
+) -> Callable[[int], Outcome]:
+    """Return what runs a graph eagerly, with inputs that are perturbed by a seed.
+
+    Here and below ``within`` is a scope for runs of eager, which chooses random numbers.
+    """
+
+    def run(seed: int) -> Outcome:
+        written: list[Any] = []
+
+        def change(values: Sequence[Any]) -> None:
+            # First the copies of inputs, then what is sent backward.
+            if not written:
+                written.extend(values[place] for place in eager.writes)
+            perturb_all(seed, values, written)
+
+        return run_on_copies(graph, inputs, owned, change=change, within=within)
+
+    return run
 
 
 def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
@@ -123,42 +100,26 @@ def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
 
 
 def exact(
-    graph: fx.GraphModule, inputs: Sequence[Any], within: AbstractContextManager[Any] | None = None
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    owned: Sequence[torch.Tensor] = (),
+    *,
+    within: AbstractContextManager[Any] | None = None,
 ) -> Outcome | None:
     """Return the outcome in double precision, or None where the graph can't be run so.
 
     A cast to a narrower type that the program makes still rounds.
     """
-    wide = _in_double(graph, inputs, keep_casts=True)
+    wide = _in_double(graph, [*owned, *inputs], keep_casts=True)
+    if wide is None:
+        return None
     try:
-        return None if wide is None else run_on_copies(wide, inputs, cast=_wider, within=within)
+        copies = copy_inputs([*owned, *inputs], _wider).values if owned else inputs
+        _own(wide, owned, copies)
+        held, given = copies[: len(owned)], copies[len(owned) :]
+        return run_on_copies(wide, given, held, cast=_wider, within=within)
     except torch.OutOfMemoryError:
         return None
-
-
-def _apart(difference: Difference, eager: Outcome, compiled: Outcome) -> torch.Tensor | None:
-    """Return at which elements a tensor differs, as a mask; None where more than values does."""
-    if not difference.finite:
-        return None
-    one, other = (value_of(each, difference.part, difference.key) for each in (eager, compiled))
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None  # a gradient that only one of them has
-    return ~close(difference.part, one.detach(), other.detach())
-
-
-def _reached(
-    difference: Difference, eager: Outcome, compiled: Outcome, again: Outcome
-) -> torch.Tensor:
-    """Return at which elements another run of eager is about as far from eager as compiled."""
-    outcomes = (eager, compiled, again)
-    one, other, now = (value_of(each, difference.part, difference.key) for each in outcomes)
-    if not isinstance(now, torch.Tensor) or now.shape != one.shape:
-        return torch.zeros((), dtype=torch.bool, device=one.device)
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.eq(now.detach(), other)
-    expected = as_double(one.detach())
-    away, off = ((as_double(each.detach()) - expected).abs() for each in (now, other))
-    return away.isfinite() & (_MULTIPLE * away >= off)
 
 
 # ---- graphs in double precision ----
@@ -208,6 +169,20 @@ def _in_double(
             node.kwargs = {name: _doubled(value) for name, value in node.kwargs.items()}
         part.recompile()
     return copied
+
+
+def _own(
+    graph: fx.GraphModule, owned: Sequence[torch.Tensor], doubles: Sequence[torch.Tensor]
+) -> None:
+    """Let a copied graph own doubles in place of the tensors of the original."""
+    places = {id(tensor): place for place, tensor in enumerate(owned)}
+    for part in graphs_in(graph) if owned else ():
+        for node in part.graph.nodes:
+            place = places.get(id(attribute_of(part, node)))
+            if place is not None:
+                node.target = f"_double_{place}"
+                setattr(part, node.target, doubles[place])
+        part.recompile()
 
 
 def _doubled(value: object) -> object:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,9 +16,14 @@ import torch
 from torchguard._pytree import ATOMS, names_in
 from torchguard._torch import base_of, version_of
 from torchguard._torch.eager import members_of
-from torchguard.equivalence.compare import PADDING, Difference, judge
-from torchguard.equivalence.isolate import module_state_restored, rng_state_restored
+from torchguard.equivalence.compare import PYTHON, Difference, judge
+from torchguard.equivalence.isolate import (
+    module_state_restored,
+    rng_state_restored,
+    saving_copies,
+)
 from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
+from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers, children
 from torchguard.state.process import GENERATORS, ThreadModes
 from torchguard.state.tensors import Gradients, capture
@@ -31,9 +36,6 @@ _CONTAINERS = (dict, list, deque, set)
 _PLAIN = (*ATOMS, torch.dtype, torch.device, torch.Size)
 _OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
 """The attributes in which every module keeps members and hooks."""
-
-_POLICY = replace(PADDING, metadata=True)
-"""Wide: both runs are eager, and Dynamo may write a number in another precision."""
 
 _MISSING: Any = type("nothing", (), {"__repr__": lambda _: "nothing"})()
 """Stands for a value that one run has and the other does not."""
@@ -49,6 +51,9 @@ class Run:
     results: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     """What it has changed of what it reaches."""
+
+    writes: dict[str, int] = field(default_factory=dict)
+    """How often it has written a tensor in place."""
 
     gradients: dict[Any, Gradient] = field(default_factory=dict)
 
@@ -71,8 +76,20 @@ class Reached:
         self.tensors: list[torch.Tensor] = [tensor for _, tensor in tensors.values()]
         self.problem = next(filter(None, (_problem(path, node) for path, node in nodes)), None)
 
-    def run(self, function: Callable[..., Any], args: Iterable[Any], kwargs: Any) -> Run:
-        """Run the call, and restore all that it has changed."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: Iterable[Any],
+        kwargs: Any,
+        *,
+        change: Callable[[Sequence[Any]], None] | None = None,
+        keeps: bool = False,
+    ) -> Run:
+        """Run the call, and restore all that it has changed.
+
+        Tensors, and what is sent backward, can be changed before. With ``keeps``, autograd saves
+        copies.
+        """
         found = Run(self)
         with contextlib.ExitStack() as scope:
             scope.callback(ThreadModes.capture().restore)
@@ -86,6 +103,10 @@ class Reached:
             edge = torch.autograd.graph.get_gradient_edge
             pairs = [(place, t) for place, t in enumerate(self.tensors) if t.requires_grad]
             sources = {place: t if t.is_leaf else edge(t) for place, t in pairs}
+            if change is not None:
+                change(self.tensors)
+            if keeps:
+                scope.enter_context(saving_copies())
             try:
                 returned = function(*args, **kwargs)
             except torch.OutOfMemoryError:
@@ -99,7 +120,9 @@ class Reached:
             try:
                 names = dict(enumerate(self.names))
                 outputs = list(ends.values())
-                found.gradients = send_backward(outputs, sources, names, retain_graph=True)
+                found.gradients = send_backward(
+                    outputs, sources, names, retain_graph=True, change=change
+                )
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - likewise
@@ -110,6 +133,11 @@ class Reached:
                 path: _copied(now.get(path, _MISSING))
                 for path in {**self.before, **now}
                 if self._is_changed(self.before.get(path, _MISSING), now.get(path, _MISSING))
+            }
+            found.writes = {
+                path: (version_of(leaf) or 1) - (self._versions.get(id(leaf)) or 0)
+                for path, leaf in now.items()
+                if isinstance(leaf, torch.Tensor) and id(leaf) == id(self.before.get(path))
             }
         return found
 
@@ -145,10 +173,16 @@ class Reached:
         return before is not now or version is None or version != self._versions.get(id(now))
 
 
-def differences_of(reference: Run, candidate: Run) -> list[Difference]:
-    """Compare two runs, of which one at most has raised."""
+def differences_of(
+    reference: Run, candidate: Run, again: Callable[[int, Iterable[torch.Tensor]], Run]
+) -> list[Difference]:
+    """Compare two runs, of which one at most has raised.
+
+    ``again`` makes the first one with its tensors, other than these, perturbed by a seed.
+    """
     results = list({**reference.results, **candidate.results})
     state = list({**reference.state, **candidate.state})
+    written = {path: n for path, n in reference.writes.items() if path in candidate.writes}
 
     def outcome(run: Run) -> Outcome:
         before = run.reached.before
@@ -156,12 +190,18 @@ def differences_of(reference: Run, candidate: Run) -> list[Difference]:
         return Outcome(
             outputs=[_comparable(run.results.get(path, _MISSING)) for path in results],
             inputs=list(map(_comparable, after)),
+            before=[before.get(path) if path in written else None for path in state],
+            writes={place: written.get(path, 1) for place, path in enumerate(state)},
             gradients=run.gradients,
             error=run.error,
             backward_error=run.backward_error,
         )
 
-    found = judge(outcome(reference), outcome(candidate), _POLICY)
+    one, two = outcome(reference), outcome(candidate)
+    found: Sequence[Difference] = judge(one, two, PYTHON)
+    if found and all(each.small for each in found):
+        tensors = [value for value in one.before if isinstance(value, torch.Tensor)]
+        found = not_by_rounding(found, one, two, lambda seed: outcome(again(seed, tensors)))
     names = {"outputs": results, "inputs": state, "gradients": reference.reached.names}
     return [
         replace(each, key=names[each.part][each.key]) if isinstance(each.key, int) else each
@@ -209,6 +249,7 @@ def _inside(node: Any) -> list[tuple[str, Any]]:
         owners = [each for each in node.__mro__ if not _is_of_library(each)]
         owned = [item for each in owners for item in vars(each).items()]
         parts = {k: v for k, v in owned if isinstance(v, _CONTAINERS) and k[:2] != "__"}
+        parts |= {k: f for k, v in owned if isinstance(f := _function_in(v), FunctionType)}
     elif isinstance(node, FunctionType):
         parts = _held_by(node)
     elif isinstance(node, torch.nn.Module):
@@ -220,6 +261,11 @@ def _inside(node: Any) -> list[tuple[str, Any]]:
     elif _is_object(node):
         parts = {**vars(node), "__class__": type(node)}
     return [(f".{name}", part) for name, part in parts.items()]
+
+
+def _function_in(member: Any) -> Any:
+    """Return the function of a method, whether static, of the class, or a property."""
+    return getattr(member, "__func__", getattr(member, "fget", member))
 
 
 def _held_by(function: FunctionType) -> dict[str, Any]:

@@ -7,7 +7,7 @@ how much padding there is, nor on what it holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +18,12 @@ from torchguard._pytree import reachable_tensors
 from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of
 from torchguard.bucketing.decorator.real import Real, extras_without_padding
 from torchguard.bucketing.decorator.shape import Input, Shape, region_of
-from torchguard.equivalence.compare import PADDING, judge
+from torchguard.equivalence.compare import PADDING, Difference, judge
 from torchguard.equivalence.isolate import run_undoing_mutations
 from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.perturb import not_by_rounding, perturb_all
 from torchguard.errors import PaddingLeakError
+from torchguard.state.tensors import Elements
 
 Fills = dict[int, Any]
 """What padding holds in place of what is declared, by index of the leaf."""
@@ -64,7 +66,15 @@ def _compared(  # noqa: PLR0917 - two runs of a call
     got: Outcome,
     fills: Fills,
 ) -> Leak | None:
-    differences = judge(expected, got, PADDING)
+    differences: Sequence[Difference] = judge(expected, got, PADDING)
+    if differences and all(each.small for each in differences):
+        kind: Fills | None = {} if fills else None
+        differences = not_by_rounding(
+            differences,
+            expected,
+            got,
+            lambda seed: next(_runs(function, shape, real, [kind], seed=seed)),
+        )
     if not differences:
         return None
     what = leak_of(real, differences[0], expected, got, fills)
@@ -130,19 +140,28 @@ def _undeclared(real: Real) -> Iterator[Input]:
                 yield each
 
 
-def _runs(
+def _runs(  # noqa: PLR0917 - one private run
     function: Callable[..., Any],
     shape: Shape,
     real: Real,
     variants: Iterable[Fills | None],
     watch: FirstDifference | None = None,
+    seed: int | None = None,
 ) -> Iterator[Outcome]:
     """Run the function once for each variant, when the next one is asked for.
 
     A variant says what the padding holds in place of what is declared, and is None for a run
     without padding. If it holds something else, what the function raises is in the outcome.
+    A ``seed`` perturbs weights, and copies of arguments, before.
     """
     call, narrows = real.call, {}  # type: ignore[var-annotated]
+    if seed is not None:
+        copies = {
+            place: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            for place, leaf in enumerate(call.leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        }
+        call = call.with_leaves(copies)
     run = function if watch is None else watch.around(function)
     # Two runs can't be compared operator by operator if one has no mask.
     own = extras_without_padding(real.spec, real.shape, real.own, with_masks=watch is not None)
@@ -158,14 +177,16 @@ def _runs(
     while bound:
         fills, given = bound.pop(0)
         try:
-            outcome = run_undoing_mutations(
-                run,
-                given,
-                read=partial(real.read, narrows, padded=fills is not None),
-                names=names,
-                modules=modules,
-                held=lambda: reachable_tensors(function, (*call.owner, *call.arguments)),
-            )
+            with _perturbed(modules, given.leaves, seed):
+                outcome = run_undoing_mutations(
+                    run,
+                    given,
+                    read=partial(real.read, narrows, padded=fills is not None),
+                    names=names,
+                    modules=modules,
+                    held=partial(reachable_tensors, function, (*call.owner, *call.arguments)),
+                    change=None if seed is None else partial(perturb_all, seed),
+                )
         except Exception as error:
             if not fills:
                 forgotten = None if fills is None else _forgotten(shape, real, error)
@@ -183,6 +204,23 @@ def _runs(
         del given
         yield outcome
         del outcome
+
+
+@contextlib.contextmanager
+def _perturbed(
+    modules: Iterable[torch.nn.Module], leaves: Iterable[Any], seed: int | None
+) -> Iterator[None]:
+    """Perturb weights, and arguments that are copies, for a run."""
+    if seed is None:
+        yield
+        return
+    weights = [p for module in modules for p in module.parameters(recurse=False)]
+    elements = Elements(weights)
+    try:
+        perturb_all(seed, [*weights, *leaves])
+        yield
+    finally:
+        elements.restore()
 
 
 def _forgotten(shape: Shape, real: Real, error: Exception) -> ValueError | None:

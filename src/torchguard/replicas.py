@@ -189,7 +189,7 @@ class Replicas:
         for first, found in sorted(batches.items()):
             twice = [one for one, other in itertools.pairwise(found) if one == other]
             if twice:
-                raise ReplicasDisagreeError(
+                raise _disagreement(
                     f"replicas_agree: rank {first} has sample {twice[0]} twice in one batch: its "
                     "loader's workers share a seed, or it samples with replacement"
                 )

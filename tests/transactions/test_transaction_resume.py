@@ -357,7 +357,7 @@ def test_a_new_process_does_not_lose_the_moments(way: str, tmp_path: Path) -> No
     else:
         torchguard.load_sharded(found, tmp_path / "dcp", extra=True)
     before = second.state()
-    with pytest.raises(ValueError, match=r"state of 6 parameters was saved for AdamW"):
+    with pytest.raises(ValueError, match=r"optimizers\.0\.state of AdamW has 0 parameters"):
         second.step.load_state_dict(found)
     assert len(second.state()) == len(before)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,7 @@ class _ComparingPlanner(DefaultLoadPlanner):
                     )
         if not self._extra:
             found += [
-                f"{name} is only in the checkpoint (extra=True allows it)"
+                f"{name} is only in the checkpoint ({_hint_for(name)})"
                 for name in sorted(set(saved) - set(self.state_dict))
             ]
         return found
@@ -377,3 +378,14 @@ def _local_path(options: Mapping[str, Any], role: str, older: tuple[Any, ...]) -
     if not isinstance(path, (str, os.PathLike)) or "://" in str(path):
         return None
     return os.fspath(path)
+
+
+def _hint_for(name: str) -> str:
+    """Say what to do about a tensor that the state has no place for."""
+    # To leave out the moments of an optimizer that has not stepped yet is no way to resume.
+    if re.match(r"optimizers\.\d+\.state\.", name):
+        return (
+            "an optimizer makes it in its first step: convert the checkpoint by dcp_to_torch_save "
+            "of torch.distributed.checkpoint.format_utils, and load that file"
+        )
+    return "extra=True allows it"

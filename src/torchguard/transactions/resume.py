@@ -92,8 +92,8 @@ def _calls(guarded: Guarded, state: Any) -> list[Callable[[], Any]]:
         if there < saved:
             name = type(guarded.training.all_optimizers()[int(number)]).__name__
             raise ValueError(
-                f"load_state_dict: the state of {saved} parameters was saved for {name}, and that "
-                f"of {there} is here: dcp.load reads only what is there already, and an optimizer "
+                f"load_state_dict: optimizers.{number}.state of {name} has {there} parameters, and "
+                f"{saved} were saved: dcp.load reads only what is there already, and an optimizer "
                 "that has not stepped has no moments. Convert the checkpoint by dcp_to_torch_save "
                 "of torch.distributed.checkpoint.format_utils, and load that file"
             )

@@ -562,6 +562,12 @@ _around_step = getattr(
 )
 
 
+def steps_read_global_hooks() -> bool:
+    """Whether what stands around every step reads the tables of global hooks, by its names."""
+    names = {f"_global_optimizer_{when}_hooks" for when in ("pre", "post")}
+    return _around_step is not None and names <= set(_around_step.co_names)
+
+
 def steps_on_stack(optimizer: torch.optim.Optimizer) -> int:
     """Return how many calls of ``step()`` go on; ``super().step()`` inside of one is another."""
     count = 0

@@ -32,6 +32,7 @@ from torchguard._torch.eager import (
     per_optimizer_states,
     scale_version,
     steps_on_stack,
+    steps_read_global_hooks,
 )
 from torchguard.errors import UnrecoverableStepError, with_causes
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back, wait_for
@@ -612,7 +613,8 @@ def _try_hooks() -> None:
 
     handles = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
     try:
-        if any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles):
+        others = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
+        if others and steps_read_global_hooks():
             return
         probe.step()
     finally:

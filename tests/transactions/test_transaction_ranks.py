@@ -10,7 +10,7 @@ from support.child_process import JOIN_RANKS, run_ranks
 from support.slow import slow_except
 
 WORKER = """
-import signal, warnings
+import copy, signal, warnings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, TESTS)

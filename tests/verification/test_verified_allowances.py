@@ -44,7 +44,7 @@ def with_gradient(place: int, fault: Callable[[torch.Tensor], torch.Tensor]) -> 
             return x.clone()
 
         @staticmethod
-        def backward(_: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(_: Any, gradient: torch.Tensor) -> Any:
             return fault(gradient)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -316,7 +316,7 @@ class Masks(torch.autograd.Function):
         return x * torch.tensor([1.0, 0.0, 1.0, 0.0])
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.mul_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
 
 

@@ -25,7 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if fake_device.IS_CUDA:
                 item.add_marker(pytest.mark.cuda)
             if not fake_device.is_loaded():
-                item.add_marker(pytest.mark.skip(reason=str(fake_device.why_not())))
+                reason = fake_device.why_not()
+                if reason is None:
+                    raise pytest.UsageError("the fake device is not loaded: run make test-device")
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import torchguard
+from torchguard.errors import TorchGuardWarning
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -131,7 +133,10 @@ def test_equals_trainer_where_nothing_fails(accumulation: int, tmp_path: Path) -
     for kind in (transformers.Trainer, RetryTrainer):
         given = arguments(tmp_path, gradient_accumulation_steps=accumulation)
         trainer = kind(gpt2(0.1), given, train_dataset=data())
-        trainer.train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        assert [each for each in caught if issubclass(each.category, TorchGuardWarning)] == []
         ends.append((losses(trainer), weights(trainer.model).tolist()))
     assert ends[0] == ends[1]
 

@@ -213,8 +213,9 @@ class RetryMixin:
                 getattr(optimizer, "optimizer", optimizer),
                 trainer.accelerator.scaler,
                 getattr(scheduler, "scheduler", scheduler),
+                also=trainer.accelerator,
             )
-            self._micro_batch = torchguard.transaction(trainer.model, ())
+            self._micro_batch = torchguard.transaction(trainer.model, (), also=trainer.accelerator)
         self._begun = trainer.state.global_step, getattr(trainer.lr_scheduler, "last_epoch", None)
         self._open.enter_context(self._step)
 

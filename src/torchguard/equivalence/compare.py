@@ -127,7 +127,7 @@ _PADDED = {
 PADDING = Policy(_PADDED, _PADDED, metadata=False, nearby=True)
 """The policy for a padded call: the same operations on longer tensors, whose outputs were cut."""
 
-_BLOCK = 2**20
+_BLOCK = 2**18
 """So many elements of a tensor are compared at once: in double precision they are copied often."""
 
 _NEAR = 16.0

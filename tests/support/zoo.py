@@ -110,9 +110,7 @@ def _made(stem: str, head: str, sizes: dict[str, Any], **settings: Any) -> Calla
         known = config_class()
         given = {name: value for name, value in sizes.items() if _settable(known, name)}
         for name, value in known.to_dict().items():
-            # Dynamo does not trace the masks of wav2vec2, with or without a check.
-            kept = dropout and not name.startswith("mask_")
-            if _OF_DROPOUT.search(name) and isinstance(value, (int, float)) and not kept:
+            if _OF_DROPOUT.search(name) and isinstance(value, (int, float)) and not dropout:
                 given[name] = type(value)(0)
         if hasattr(known, "use_cache"):
             given["use_cache"] = False

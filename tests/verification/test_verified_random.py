@@ -261,7 +261,7 @@ def test_a_model_is_verified_with_real_code(name: str) -> None:
     assert_verified(model)
 
 
-# Dynamo fails on the masks that wav2vec2 writes in training, with or without a check.
+# torch.compile fails on the masks that wav2vec2 writes in training, with and without a check.
 IN_TRAINING = [each for each in (*ZOO, *MORE) if each.name != "wav2vec2"]
 
 

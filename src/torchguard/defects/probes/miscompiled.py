@@ -288,7 +288,7 @@ def _masks_that_differ(compile_: _Compile, program: _Program) -> str | None:
 
 @_miscompiled(
     "compiled with activation_memory_budget below 1: the backward draws another mask of dropout",
-    title="a memory budget gives dropout's gradient another mask",
+    title="backward draws other dropout masks",
     upstream=issues(190758),
     advice="Leave torch._functorch.config.activation_memory_budget at 1, and checkpoint blocks.",
 )
@@ -320,7 +320,7 @@ def _verified(program: _Program) -> _Program:
 
 @_miscompiled(
     'compiled with backend="eager": a checkpointed block with dropout gets another mask',
-    title='backend="eager" gives a checkpointed block another mask',
+    title='backend="eager": checkpoint() draws other masks',
     guarded_with=_verified,
     advice='Use backend="aot_eager" or inductor for functions that checkpoint blocks.',
     limits='Closed by verified(backend="eager"); install("verified") checks inductor alone.',

@@ -48,6 +48,7 @@ def tied_assign() -> str | None:
 
 @memory_defect(
     "load_state_dict(assign=True) marks the caller's state: its next load replaces parameters too",
+    title="a load after assign=True replaces weights too",
     upstream=issues(188166),
     guards=("load",),
     advice="Load a new dict each time, model.load_state_dict(dict(state)): it has no _metadata.",

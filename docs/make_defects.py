@@ -54,7 +54,7 @@ _SEEN = {
     "out-garbage": "the error of the call, such as `index out of range in self`, and then a "
     "tensor of another shape",
     "resize-locked": "`Trying to resize storage that is not resizable`, and then numbers of "
-    "foreign memory, or `Segmentation fault`",
+    "out-of-bounds memory, or `Segmentation fault`",
     "resize-shared": "`Segmentation fault`",
     "storage-shrunk": f"`Segmentation fault`, or at a slice `{_CUT}`",
     "int-div-zero": "`Floating point exception (core dumped)`",

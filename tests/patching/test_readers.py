@@ -101,23 +101,6 @@ def compiled(function: Callable[..., Any]) -> list[Any]:
     return [result.tolist(), [type(each) for each in targets], [EARLY.get(t) for t in targets]]
 
 
-def quantized() -> list[str]:
-    ao = pytest.importorskip("torch.ao.quantization.quantize_fx")
-    mapping = torch.ao.quantization.get_default_qconfig_mapping("fbgemm")
-
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([torch.add(self.one(x), self.two(x)), x])
-
-    prepared = ao.prepare_fx(Sum().eval(), mapping, (torch.ones(1, 1, 2, 2),))
-    prepared(torch.ones(1, 1, 2, 2))
-    return [str(node.target) for node in ao.convert_fx(prepared).graph.nodes]
-
-
 def partials() -> list[Any]:
     partial = functools.partial(torch.mean, dim=0)
     copies = copy.copy(partial), copy.deepcopy(partial), pickle.loads(pickle.dumps(partial))  # noqa: S301
@@ -172,7 +155,6 @@ READERS: dict[str, Callable[[], Any]] = {
         nn.TransformerEncoderLayer(4, 2, activation=F.gelu).activation_relu_or_gelu,
         copy.deepcopy(ENCODER).activation == F.relu,
     ],
-    "quantization": quantized,
     "functools.partial": partials,
     "functools.singledispatch": dispatched,
     "weak references and hints": remembered,

@@ -28,6 +28,11 @@ from torchguard._torch.schemas import private
 # ---- one tensor ----
 
 
+def is_note_of_dynamo(attribute: str) -> bool:
+    """Whether Dynamo notes in this attribute of a parameter how it compiles."""
+    return attribute.startswith("_dynamo")
+
+
 def open_archive(file: Any) -> None:
     """Open a zip archive with the reader of ``torch.load``, which is stricter than ``zipfile``."""
     torch._C.PyTorchFileReader(file)

@@ -25,6 +25,7 @@ from torchguard._torch.eager import (
     copy_all,
     has_own_dispatch,
     hooks_registered,
+    is_note_of_dynamo,
     members_of,
     not_saved,
     remove_hooks_since,
@@ -220,8 +221,7 @@ class Hung:
         for now in self._attributes:
             before = self._before.get(id(now), {})
             if now or before:
-                # Dynamo notes there how it compiles.
-                noted = {key: now[key] for key in now if key.startswith("_dynamo")}
+                noted = {key: now[key] for key in now if is_note_of_dynamo(key)}
                 restore_container(now, {**before, **noted})
         if self._inside is not None:
             self._inside.restore()

@@ -234,6 +234,7 @@ class Block:
         a step that is compiled the writes are seen.
         """
         stepped = {step.optimizer for step in self._stepped}
+        stepped.update(each for step in self._stepped for each in step.included)
         return self._scale_now() != self._scale or all(
             each in stepped or (id(each) in _compiled and self.snapshot.has_written(each))
             for each in self.guarded.training.optimizers

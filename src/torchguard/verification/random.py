@@ -91,7 +91,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 def dropout_in_attention(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the ``dropout_p`` of fused attention, None for another operator."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     if "dropout_p" not in names:
         return None
     place = names.index("dropout_p")
@@ -160,8 +160,8 @@ class CompiledDraws(SeesEveryOperator):
 
     def _saved(self, func: Any, drawing: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose what a checkpointed block draws; it keeps the state, to draw the same again."""
-        if drawing._schema.name != "prims::inductor_seeds":
-            self.seed_generator(drawing._schema.name, device_of(args, kwargs))
+        if schema_of(drawing).name != "prims::inductor_seeds":
+            self.seed_generator(schema_of(drawing).name, device_of(args, kwargs))
             return func(drawing, *args, **kwargs)
         count, device = args[0], torch.device(args[1])
         late = in_backward() if self._late is None else self._late
@@ -252,7 +252,7 @@ class EagerDraws(SeesEveryOperator):
         device = device_of(args, kwargs)
         generator = generators().get(device)
         if self._seeds is None or generator is None:
-            self.counts[Draw(device, func._schema.name, in_backward())] += 1
+            self.counts[Draw(device, schema_of(func).name, in_backward())] += 1
             self.problem = f"no generator is known for {device}"
             return func(*args, **kwargs)
         place = device, generator.initial_seed()
@@ -267,7 +267,7 @@ class EagerDraws(SeesEveryOperator):
                 func.namespace not in _TORCHS
                 or dropout_in_attention(func, args, kwargs) is not None
             ):
-                drawn.seed_generator(func._schema.name, device)  # eager's kernel in both runs
+                drawn.seed_generator(schema_of(func).name, device)  # eager's kernel in both runs
                 return func(*args, **kwargs)
             return self._numbers(drawn, now, func, args, kwargs)
         finally:
@@ -281,7 +281,7 @@ class EagerDraws(SeesEveryOperator):
     def _numbers(self, drawn: CompiledDraws, now: _Drawn, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator as eager does, and put the numbers of its own graph in the results."""
         target, given, dtypes = func, (args, kwargs), now.dtypes
-        writes = any(each.alias_info is not None for each in func._schema.returns)
+        writes = any(each.alias_info is not None for each in schema_of(func).returns)
         result = kwargs.get("out", args[0] if args else None) if writes else func(*args, **kwargs)
         filled = [] if writes else list(result) if isinstance(result, tuple) else [result]
         if func is aten.native_dropout.default:
@@ -324,7 +324,7 @@ class EagerDraws(SeesEveryOperator):
         except Exception as error:  # noqa: BLE001 - what it raises must not be taken for eager's
             self.problem = f"{func} alone does not run compiled: {type(error).__name__}: {error}"
             return ()
-        schema = {each.name: each.alias_info for each in func._schema.arguments}
+        schema = {each.name: each.alias_info for each in schema_of(func).arguments}
         names = [*list(schema)[: len(args)], *kwargs]
         for name, value, original in zip(names, values, (*args, *kwargs.values()), strict=True):
             if value is not original and schema[name] is not None:
@@ -370,7 +370,7 @@ def compiled_alone(
     With ``dynamic`` one graph is for many sizes.
     """
     graph, tensors = fx.Graph(), list[torch.Tensor]()
-    for argument in func._schema.arguments[len(args) :]:  # ``from`` is no name for a graph
+    for argument in schema_of(func).arguments[len(args) :]:  # ``from`` is no name for a graph
         if argument.name in kwargs and not argument.kwarg_only:
             args, kwargs = [*args, kwargs[argument.name]], {**kwargs}
             del kwargs[argument.name]
@@ -388,7 +388,7 @@ def compiled_alone(
 
     made = tuple(map(put, args)), {name: put(value) for name, value in kwargs.items()}
     node = graph.call_function(func, *made)
-    if len(func._schema.returns) > 1:
+    if len(schema_of(func).returns) > 1:
         graph.output(tuple(graph.call_function(operator.getitem, (node, each)) for each in wanted))
     else:
         graph.output((node,) * len(wanted))

@@ -47,7 +47,7 @@ def tied_assign() -> str | None:
 
 
 @memory_defect(
-    "load_state_dict(assign=True) marks the caller's state: its next load replaces parameters too",
+    "load_state_dict(assign=True) marks the state: its next load replaces parameters too",
     title="a load after assign=True replaces weights too",
     upstream=issues(188166),
     guards=("load",),

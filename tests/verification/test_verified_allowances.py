@@ -338,18 +338,6 @@ def test_a_backward_that_raises_in_eager_only_is_a_mismatch(options: Any) -> Non
         checked(x).backward()
 
 
-def overwrites(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Overwrites what the backward of ``sigmoid`` needs: torch refuses to go backward."""
-    return (x * w).sigmoid().mul_(255)
-
-
-def test_a_program_that_never_goes_backward_may_overwrite_what_autograd_saved() -> None:
-    x, w = torch.randn(8), torch.ones(8, requires_grad=True)
-    checked = verified(backend="aot_eager")(overwrites)
-    assert warned(lambda: checked(x, w)) == 0
-    assert stats(checked).verified == 1
-
-
 def test_a_large_tensor_that_differs_at_one_place_is_found() -> None:
     """It is compared in blocks."""
     x = torch.ones(3 * 2**20 + 5)

@@ -75,7 +75,12 @@ def perturbed_runs(
         def change(values: Sequence[Any]) -> None:
             # First the copies of inputs, then what is sent backward.
             if not written:
-                written.extend(values[place] for place in eager.writes)
+                # Version counters may miss what operators on lists write.
+                written.extend(
+                    value
+                    for value, before, after in zip(values, eager.before, eager.inputs, strict=True)
+                    if isinstance(before, torch.Tensor) and not torch.equal(before, after)
+                )
             perturb_all(seed, values, written)
 
         return run_on_copies(graph, inputs, owned, change=change, within=within)

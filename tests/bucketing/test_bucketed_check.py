@@ -430,7 +430,7 @@ class TestAProofOfItsOwn:
 
     def test_is_that_of_all_other_sizes(self) -> None:
         runs = []
-        wrapped = in_time(lambda x, other: runs.append(1) or x * 2, outputs={1: "t"})
+        wrapped = in_time(lambda x, other: runs.append(1) or x * 2, outputs={1: "t"})  # type: ignore[func-returns-value]
         for rows in (4, 2, 3, 9, 1, 1, 4):
             wrapped(torch.randn(rows, 5), torch.ones(rows + 1, 7))
         assert len(runs) == 7 + 2 * 4  # a proof with many rows, and one with one row

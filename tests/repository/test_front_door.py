@@ -74,7 +74,7 @@ def test_what_functions_return_can_be_named() -> None:
         assert name not in torchguard.__all__
         assert isinstance(getattr(torchguard, name), type)
     with pytest.raises(TypeError):
-        isinstance(1, torchguard.Verified)
+        isinstance(1, torchguard.Verified)  # type: ignore[misc]
 
 
 def test_importing_torchguard_imports_neither_torch_nor_a_room() -> None:

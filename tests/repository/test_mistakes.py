@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "write @staticmethod above @verified",
     ),
     "a classmethod": (
-        lambda: guard.verified(classmethod(double)),  # type: ignore[arg-type]
+        lambda: guard.verified(classmethod(double)),
         "write @classmethod above @verified",
     ),
     "rollback_on_error above a function": (

@@ -45,7 +45,7 @@ class NoisyBackward(torch.autograd.Function):
         return x * 1.5
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient + torch.randn_like(gradient) * 0.1
 
 
@@ -58,8 +58,8 @@ class NoiseForBackward(torch.autograd.Function):
         return x * 1.5
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * ctx.saved_tensors[0]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]  # type: ignore[no-any-return]
 
 
 def filled(name: str, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -115,7 +115,7 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "dropout2d": (dropping(name="dropout2d"), (2, 3, 5, 5)),
     "randn": (lambda x: x + torch.randn(4, 6), (4, 6)),
     "attention": (attention, (2, 4, 8)),
-    "noise in a backward": (lambda x: NoisyBackward.apply(x) * 2, (4, 6)),
+    "noise in a backward": (lambda x: NoisyBackward.apply(x) * 2, (4, 6)),  # type: ignore[no-untyped-call]
     "checkpointed": (recomputed(lambda x: dropping()(x.sin()).cos()), (4, 6)),
     "checkpointed, by eager": (
         recomputed(lambda x: dropping(name="alpha_dropout")(x.sin()).cos()), (4, 6)
@@ -178,8 +178,8 @@ SWEEP: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     ),
     "multi-head attention": (lambda x: HEADS(x, x, x)[0], (2, 4, 8)),
     "drop path": (drop_path, (4, 3, 2)),
-    "noise for a backward": (lambda x: NoiseForBackward.apply(x) * 2, (4, 6)),
-    "noise in a backward, dropout before": (lambda x: NoisyBackward.apply(dropping()(x)), (4, 6)),
+    "noise for a backward": (lambda x: NoiseForBackward.apply(x) * 2, (4, 6)),  # type: ignore[no-untyped-call]
+    "noise in a backward, dropout before": (lambda x: NoisyBackward.apply(dropping()(x)), (4, 6)),  # type: ignore[no-untyped-call]
     "dropout around a block": (
         lambda x: dropping()(recomputed(lambda y: dropping()(y.sin()).cos())(dropping()(x))), (4, 6)
     ),

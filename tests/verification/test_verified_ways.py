@@ -250,7 +250,7 @@ def test_what_can_not_be_compiled_or_keeps_its_settings_is_refused(
 ) -> None:
     for decorate in (lambda given: verified(given, **options), verified(**options)):
         with pytest.raises(TypeError, match=message):
-            decorate(function())
+            decorate(function())  # type: ignore[no-untyped-call]
 
 
 # --- with bucketed, in either order: every bucket's graph is checked

@@ -282,6 +282,16 @@ def _share(outcome: Outcome, storages: dict[_Key, torch.UntypedStorage]) -> None
                 outcome.writes.pop(place, None)
 
 
+def written_places(outcome: Outcome) -> list[int]:
+    """Return the positions of the inputs that a run of eager has not left as they were."""
+    # Version counters miss what operators on lists write; what is as before is the original.
+    return [
+        place
+        for place, (before, after) in enumerate(zip(outcome.before, outcome.inputs, strict=True))
+        if isinstance(before, torch.Tensor) and _key(before) != _key(after)
+    ]
+
+
 def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     # Not by version counters: a write through .data counts none.
     parts = (

@@ -20,7 +20,13 @@ from torchguard.equivalence.compare import (
     Policy,
     judge,
 )
-from torchguard.equivalence.copies import copy_inputs, run_on_copies, tensors_of, why_not_copied
+from torchguard.equivalence.copies import (
+    copy_inputs,
+    run_on_copies,
+    tensors_of,
+    why_not_copied,
+    written_places,
+)
 from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import perturb_all
@@ -70,17 +76,13 @@ def perturbed_runs(
     """
 
     def run(seed: int) -> Outcome:
-        written: list[Any] = []
+        written: list[Any] | None = None
 
         def change(values: Sequence[Any]) -> None:
             # First the copies of inputs, then what is sent backward.
-            if not written:
-                # Version counters may miss what operators on lists write.
-                written.extend(
-                    value
-                    for value, before, after in zip(values, eager.before, eager.inputs, strict=True)
-                    if isinstance(before, torch.Tensor) and not torch.equal(before, after)
-                )
+            nonlocal written
+            if written is None:
+                written = [values[place] for place in written_places(eager)]
             perturb_all(seed, values, written)
 
         return run_on_copies(graph, inputs, owned, change=change, within=within)

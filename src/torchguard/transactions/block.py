@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from torchguard._events import record
 from torchguard._pytree import KeyPath
 from torchguard._torch import patch
-from torchguard._torch.dynamo import is_compiling_here, mark_untraced
+from torchguard._torch.dynamo import frame_callback, is_compiling_here, mark_untraced
 from torchguard._torch.eager import (
     call_unseen,
     call_while_tracing,
@@ -680,6 +680,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if _note_compiled(id(optimizer)):
             _refuse_compiled(optimizer)
         return None
+    # Behind install() Dynamo leaves frames of torchguard alone, and the break above leads here.
+    if id(optimizer) in _compiled and frame_callback():
+        _refuse_compiled(optimizer)
     for block in tuple(opened):
         args, kwargs = block.before_step(optimizer, args, kwargs)
     return args, kwargs

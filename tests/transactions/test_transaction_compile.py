@@ -227,6 +227,23 @@ def test_a_compiled_step_of_ones_own_is_one_graph_beside_a_transaction_of_anothe
     assert block.stats().commits == 0
 
 
+def test_an_optimizer_is_not_taken_for_a_compiled_one_whose_id_it_has_got() -> None:
+    """A block that only writes parameters does not count."""
+    torch._dynamo.reset()
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    block = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    compiled, later = (torch.optim.SGD(other.parameters(), lr=0.1) for _ in range(2))
+    other(torch.ones(1, 2)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchguard.transactions.block.id", lambda _: 7, raising=False)
+        torch.compile(compiled.step, backend="eager")()
+        new = torchguard.transaction(other, later)
+        with new, torch.no_grad():
+            other.weight.mul_(0.5)
+    assert not new.committed
+    assert not block.committed
+
+
 def test_a_transaction_can_be_collected_while_another_step_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

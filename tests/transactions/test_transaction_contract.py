@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -252,8 +253,12 @@ def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weigh
 
 
 @pytest.mark.parametrize(("fails", "files", "changes"), [(False, 8, 32), (True, 8, 60)])
-def test_the_walk_of_a_fused_step_does_not_grow(fails: bool, files: int, changes: int) -> None:
+def test_the_walk_of_a_fused_step_does_not_grow(
+    fails: bool, files: int, changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchguard.uninstall()  # replacements of a scope that has ended, which other tests have left
+    # In a program that has it, a block asks once more whether gradients accumulate.
+    monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     step = torchguard.transaction(model, optimizer)

@@ -68,6 +68,8 @@ class Guarded:
     outside: StepsOutside
     kept: dict[Optimizer, Elements] = field(default_factory=dict)
     """Copies of an optimizer's last step, whose memory the next one uses again."""
+    compiled: set[Optimizer] = field(default_factory=set)
+    """Those whose step Dynamo has traced: it runs without the hooks."""
     accumulation: BufferCopies | None = None
     """Those of the first block since the last step, for ``skip_nonfinite``."""
     accumulation_is_known: bool = False
@@ -236,7 +238,7 @@ class Block:
         stepped = {step.optimizer for step in self._stepped}
         stepped.update(each for step in self._stepped for each in step.included)
         return self._scale_now() != self._scale or all(
-            each in stepped or (id(each) in _compiled and self.snapshot.has_written(each))
+            each in stepped or (each in self.guarded.compiled and self.snapshot.has_written(each))
             for each in self.guarded.training.optimizers
         )
 
@@ -565,7 +567,7 @@ def watch(guarded: Guarded) -> None:
         patch.apply(_NAME, {"torch.cuda.CUDAGraph.replay": _note_replay})
     with patch.lock:  # other threads make transactions too, or collect their last one
         _alive.append(weakref.ref(guarded, _forget))
-        if any(id(each) in _compiled for each in guarded.training.optimizers):
+        if any(id(each) in _traced for each in guarded.training.optimizers):
             while _watching:  # Dynamo traces a step again if it has other hooks
                 _watching.pop().remove()
         if not _watching:
@@ -628,20 +630,21 @@ def _try_hooks() -> None:
         )
 
 
-_compiled: set[int] = set()
-"""The ids of optimizers whose step Dynamo has traced: it runs without the hooks."""
+_traced: set[int] = set()
+"""The ids of optimizers whose step Dynamo has traced. One that is gone may leave its id to another,
+whose transaction has Dynamo trace once more than it needs to."""
 
 
 def _note_compiled(number: int) -> bool:
     """Note that Dynamo traces the step of an optimizer; return whether blocks refuse it."""
-    _compiled.add(number)
-    alive = [guarded for each in _alive if (guarded := each()) is not None]
-    return any(
-        number == id(optimizer)
-        for guarded in alive
-        if guarded.undo == "auto"
-        for optimizer in guarded.training.optimizers
-    )
+    _traced.add(number)
+    refused = False
+    for guarded in filter(None, (each() for each in tuple(_alive))):
+        for optimizer in guarded.training.optimizers:
+            if id(optimizer) == number:
+                guarded.compiled.add(optimizer)
+                refused |= guarded.undo == "auto"
+    return refused
 
 
 call_while_tracing(_note_compiled)
@@ -681,7 +684,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             _refuse_compiled(optimizer)
         return None
     # Behind install() Dynamo leaves frames of torchguard alone, and the break above leads here.
-    if id(optimizer) in _compiled and frame_callback():
+    if any(optimizer in block.guarded.compiled for block in tuple(opened)) and frame_callback():
         _refuse_compiled(optimizer)
     for block in tuple(opened):
         args, kwargs = block.before_step(optimizer, args, kwargs)

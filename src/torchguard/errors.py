@@ -140,3 +140,11 @@ def with_causes(exception: BaseException | None) -> Iterable[BaseException]:
             found[id(each)] = each
             waiting += [each.__cause__, each.__context__]
     return found.values()
+
+
+def add_note(exception: BaseException, note: str) -> None:
+    """Call ``exception.add_note``, which Python 3.10 does not have."""
+    if hasattr(exception, "add_note"):
+        exception.add_note(note)
+    else:
+        exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]

@@ -90,6 +90,10 @@ def replicas_agree(
         >>> agree()
         >>> dist.destroy_process_group()
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"replicas_agree: model is of type {type(model).__name__}, expected a module"
+        )
     if every < 1:
         raise ValueError(f"replicas_agree: every is {every}, expected 1 or more")
     first_fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())

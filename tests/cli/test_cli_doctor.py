@@ -138,7 +138,7 @@ class TestCommand:
         [
             (["planted-liv"], "did you mean planted-live"),
             (["--family", "graphics"], "invalid choice: 'graphics'"),
-            (["--jobs", "0"], "expected jobs of 1 or more, got 0"),
+            (["--jobs", "0"], "jobs is 0, expected 1 or more"),
             (["--timeout", "soon"], "argument --timeout"),
         ],
     )

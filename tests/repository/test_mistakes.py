@@ -19,6 +19,11 @@ def double(x: Any) -> Any:
     return 2 * x
 
 
+def loader() -> Any:
+    sampler = guard.BucketBatchSampler([1, 2, 3], [4], batch_size=2)
+    return torch.utils.data.DataLoader([[1], [1, 2], [1, 2, 3]], sampler=sampler)  # type: ignore[arg-type]
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "an option of inductor": (
         lambda: guard.verified(double, fallback_random=True),
@@ -63,6 +68,25 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: guard.save("model.pt", nn.Linear(1, 1).state_dict()),
         "f is of type OrderedDict, expected a path or a file: save(state, path)",
     ),
+    "a sampler of batches as sampler": (lambda: next(iter(loader())), "batch_sampler=..."),
+    "a layer that was called": (
+        lambda: guard.safe_checkpoint(torch.ones(2)),
+        "safe_checkpoint(layer, x), not safe_checkpoint(layer(x))",
+    ),
+    "load_sharded the other way round": (
+        lambda: guard.load_sharded("folder", {}),
+        "path is of type dict, expected the checkpoint's folder: load_sharded(state, folder)",
+    ),
+    "a number for a folder": (
+        lambda: guard.checkpoint_folder(3).__enter__(),
+        "path is of type int, expected the path of a folder",
+    ),
+    "jobs as a text": (lambda: guard.doctor(jobs="2"), "jobs is '2', expected a number"),
+    "a text for a model": (
+        lambda: guard.replicas_agree("a"),
+        "model is of type str, expected a module",
+    ),
+    "lengths as a text": (lambda: guard.length_mask("ab", 3), "lengths is 'ab', expected a list"),
     "load a dict": (lambda: guard.load({}), "f is of type dict, expected a path or a file"),
 }
 
@@ -83,3 +107,22 @@ def test_a_folder_is_no_file(tmp_path: Any) -> None:
 def test_a_block_of_a_function_that_is_not_called(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}: expected a call, `with torchguard.{name}\("):
         exec(f"with torchguard.{name}: pass")  # noqa: S102 - a statement that raises
+
+
+def test_a_sample_that_no_bucket_holds_is_named() -> None:
+    collate = guard.BucketCollator([2, 4], {"ids": {1: "t"}})
+    samples = [{"ids": torch.ones(size)} for size in (1, 7, 5)]
+    with pytest.raises(ValueError, match=r"samples\[1\] is 7 long in 't', .* bucket is 4: cut or"):
+        collate(samples)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_memory_that_runs_out_at_one_sample_says_what_else_helps(samples: int) -> None:
+    def fail(_: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    model = nn.Linear(1, 1)
+    step = guard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step.run(fail, torch.ones(samples, 1), retry="halve")
+    assert "one sample, which can't be halved" in "".join(caught.value.__notes__)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from torchguard.state.containers import Containers, copy_of_tree, walk
@@ -107,3 +108,33 @@ def test_elements_are_restored_and_their_memory_is_used_again() -> None:
     tensors[2] = torch.randn(5)  # others, and other shapes, do not take the memory
     other = Elements(tensors, again)
     assert other.copies[2].shape == (5,)
+
+
+class Registry(OrderedDict[str, type]):
+    """Makes an object when asked, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> object:  # type: ignore[override]
+        return super().__getitem__(key)("needed")  # type: ignore[call-arg]
+
+    def __delitem__(self, key: str) -> None:
+        raise AssertionError("nobody calls it")
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "moved", "nothing"])
+def test_a_dict_is_copied_and_restored_as_it_stores(change: str) -> None:
+    """A class may make something else of it, and raise where it can't."""
+
+    class Needs:
+        def __init__(self) -> None:
+            raise AssertionError("made")
+
+    registry = Registry(one=Needs, two=int)
+    saved = Containers([registry])
+    if change == "replaced":
+        registry["one"] = int
+    elif change == "added":
+        registry["three"] = int
+    elif change == "moved":
+        registry.move_to_end("one")
+    saved.restore()
+    assert list(OrderedDict.items(registry)) == [("one", Needs), ("two", int)]

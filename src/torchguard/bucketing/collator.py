@@ -169,6 +169,14 @@ class BucketCollator:
                     raise ValueError(f"BucketCollator: samples[0] has no axis {axis!r}")
                 known.append(length)
         longest = {axis: max(each) for axis, each in lengths.items()}
+        for axis, ladder in self._buckets.items():
+            if longest.get(axis, 0) > ladder.sizes[-1]:
+                index = lengths[axis].index(longest[axis])
+                raise ValueError(
+                    f"BucketCollator: samples[{index}] is {longest[axis]} long in {axis!r}, but "
+                    f"the largest bucket is {ladder.sizes[-1]}: cut or leave out longer samples, "
+                    "or add a bucket"
+                )
         evened = [
             replace(sample, {part.path: self._pad(part, longest) for part in inside})
             for sample, inside in zip(samples, parts, strict=True)

@@ -176,7 +176,7 @@ def length_mask(
                 [ True,  True,  True]])
     """
     _check_side(side, "length_mask")
-    if not hasattr(lengths, "__len__"):
+    if isinstance(lengths, str) or not hasattr(lengths, "__len__"):
         raise TypeError(f"length_mask: lengths is {lengths!r}, expected a list or a tensor of them")
     if not isinstance(size, (int, torch.SymInt)):
         raise TypeError(f"length_mask: size is {size!r}, expected an integer")

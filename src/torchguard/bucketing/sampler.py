@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from torchguard import _torch
 from torchguard._events import warn_user
@@ -130,6 +130,11 @@ class BucketBatchSampler(Sampler[list[int]]):
         The pass after one that has handed out its last batch is the next epoch.
         """
         caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, BatchSampler) and caller.sampler is self:
+            raise TypeError(
+                f"{_NAME}: it was given as sampler, whose items are indices, and it yields lists "
+                "of them: pass DataLoader(dataset, batch_sampler=...) without batch_size"
+            )
         self._refuse_another_sharding(caller)
         self._warn_of_missing(caller)
         # Nobody need have asked for one more: transformers' Trainer takes len(loader) batches.

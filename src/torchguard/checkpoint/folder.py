@@ -30,7 +30,7 @@ from torchguard._files import (
     write_text,
 )
 from torchguard._public import called, public
-from torchguard.errors import SaveError
+from torchguard.errors import SaveError, add_note
 from torchguard.state.process import refuse_inside_step
 
 MARK = ".torchguard-checkpoint.json"
@@ -117,6 +117,11 @@ def _block(
     path: str | os.PathLike[str], keep: int | None, *, fsync: bool, group: Any
 ) -> Iterator[Path]:
     refuse_inside_step("checkpoint_folder")
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"checkpoint_folder: path is of type {type(path).__name__}, expected the path of a "
+            "folder"
+        )
     if keep is not None and not (isinstance(keep, Integral) and keep >= 1):
         raise ValueError(f"checkpoint_folder: keep is {keep!r}, expected an integer of 1 or more")
     link = Path(os.path.abspath(path))
@@ -160,10 +165,11 @@ def _block(
 def _explain(error: BaseException, link: Path) -> None:
     """Add a note to an error of a block that wrote to the link when it was not there."""
     said = str(link) in str(error) and not isinstance(error, SaveError)
-    if said and not os.path.lexists(link) and hasattr(error, "add_note"):  # not on Python 3.10
-        error.add_note(
+    if said and not os.path.lexists(link):
+        add_note(
+            error,
             f"checkpoint_folder: {link} is not there before the block ends. Write into the folder "
-            'that is yielded: torch.save(state, new / "model.pt")'
+            'that is yielded: torch.save(state, new / "model.pt")',
         )
 
 

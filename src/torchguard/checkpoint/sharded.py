@@ -81,6 +81,11 @@ def load_sharded(
         >>> state
         {'weight': tensor([1., 1.])}
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"load_sharded: path is of type {type(path).__name__}, expected the checkpoint's "
+            "folder: load_sharded(state, folder)"
+        )
     options = {"process_group": None if group is True else group}
     allowed = {"extra": extra, "cast": cast, "partial": partial}
     _load(patch.original(_LOAD), state, os.fspath(path), options, allowed)

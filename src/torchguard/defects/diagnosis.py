@@ -134,6 +134,7 @@ def doctor(
         timeout: seconds after which a probe is killed and its row says ``timeout``.
 
     Raises:
+        TypeError: ``jobs`` or ``timeout`` is no number.
         ValueError: if ``only`` or ``family`` names something that does not exist, or
             ``jobs`` or ``timeout`` is not positive.
 
@@ -146,10 +147,13 @@ def doctor(
         >>> report.rows[0].guarded.status
         'closed'
     """
+    for name, given in (("jobs", jobs), ("timeout", timeout)):
+        if given is not None and not isinstance(given, (int, float)):
+            raise TypeError(f"doctor: {name} is {given!r}, expected a number")
     if jobs is not None and jobs < 1:
-        raise ValueError(f"expected jobs of 1 or more, got {jobs}")
+        raise ValueError(f"doctor: jobs is {jobs}, expected 1 or more")
     if not timeout > 0:
-        raise ValueError(f"expected a timeout of more than 0 seconds, got {timeout:g}")
+        raise ValueError(f"doctor: timeout is {timeout:g}, expected more than 0 seconds")
     chosen = {defect.id: defect for defect in select(only, family)}
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

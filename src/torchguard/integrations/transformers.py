@@ -21,7 +21,7 @@ import torchguard
 from torchguard._events import logger, record
 from torchguard.checkpoint.folder import seal
 from torchguard.checkpoint.whole import CheckpointCheck
-from torchguard.errors import UnrecoverableStepError, is_out_of_memory
+from torchguard.errors import UnrecoverableStepError, add_note, is_out_of_memory
 from torchguard.integrations import Session
 from torchguard.state.process import RNGState
 from torchguard.transactions.retry import clear_frames, empty_caches
@@ -320,11 +320,11 @@ class RetryMixin:
         except Exception:  # noqa: BLE001 - the one on its way is the one to see
             logger.exception("RetryTrainer: no checkpoint of the last complete step was written")
             return
-        if hasattr(error, "add_note"):  # not on Python 3.10
-            error.add_note(
-                f"torchguard: {self._folder()} holds the last complete step; continue with "
-                "trainer.train(resume_from_checkpoint=True)"
-            )
+        add_note(
+            error,
+            f"torchguard: {self._folder()} holds the last complete step; continue with "
+            "trainer.train(resume_from_checkpoint=True)",
+        )
 
     def _count_step(self, number: int, epoch: int | None) -> None:
         """Count a step that is complete, if the trainer could not."""

@@ -564,6 +564,11 @@ def safe_checkpoint(
         >>> norm.num_batches_tracked  # the batch counts once
         tensor(1)
     """
+    if not callable(function):
+        raise TypeError(
+            f"safe_checkpoint: function is of type {type(function).__name__}, expected what to "
+            "call: safe_checkpoint(layer, x), not safe_checkpoint(layer(x))"
+        )
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
         keeps_random = options.get("preserve_rng_state", True)

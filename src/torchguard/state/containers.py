@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -171,8 +171,9 @@ class Containers:
         if isinstance(node, Tensor):
             self.tensors.append(capture(node, data=self._data))
         elif isinstance(node, dict):
-            self.copies.append((node, dict(node)))
-            return node.values()
+            stored = _stored(node)
+            self.copies.append((node, stored))
+            return stored.values()
         elif isinstance(node, (list, deque)):
             self.copies.append((node, list(node)))
             return node
@@ -216,14 +217,24 @@ def restore_container(container: Any, before: Any) -> None:
 
 def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Restore a dict one entry at a time: another thread may be reading the rest."""
-    for key in now.keys() - before.keys():
-        del now[key]
+    kind, found = _kind(now), _stored(now)
+    for key in found.keys() - before.keys():
+        kind.__delitem__(now, key)
     for key, value in before.items():
-        if key not in now or now[key] is not value:
-            now[key] = value
-    if not same_objects(list(now), list(before)):  # hooks run in the order of insertion
+        if key not in found or found[key] is not value:
+            now[key] = value  # noqa: PERF403 - a ModelOutput of transformers sets its attribute too
+    if not same_objects(list(kind.__iter__(now)), list(before)):  # hooks run in this order
         for key in before:
-            now[key] = now.pop(key)
+            kind.__setitem__(now, key, kind.pop(now, key))
+
+
+def _stored(node: dict[Any, Any]) -> dict[Any, Any]:
+    """Return what a dict holds, not what its class makes of it: some make an object when asked."""
+    return {key: dict.__getitem__(node, key) for key in _kind(node).__iter__(node)}
+
+
+def _kind(node: dict[Any, Any]) -> type[dict[Any, Any]]:
+    return OrderedDict if isinstance(node, OrderedDict) else dict
 
 
 def same_objects(now: list[Any], before: list[Any]) -> bool:

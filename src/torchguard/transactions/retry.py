@@ -19,6 +19,7 @@ from torchguard._torch.eager import versions_of
 from torchguard.errors import (
     TorchGuardWarning,
     UnrecoverableStepError,
+    add_note,
     is_out_of_memory,
     with_causes,
 )
@@ -79,6 +80,7 @@ def run(
             else:
                 again = ranks.run_again(error)
             if not again:
+                _explain(error, is_one_sample=retry is not None and size == 1)
                 raise
             clear_frames(error)
         else:
@@ -96,6 +98,15 @@ def run(
         empty_caches()
         size, halved = (size + 1) // 2, True
         record("batch_halved", "transaction", f"memory ran out; the next parts have {size} samples")
+
+
+def _explain(error: BaseException, *, is_one_sample: bool) -> None:
+    if is_one_sample and is_out_of_memory(error):
+        add_note(
+            error,
+            "run: memory ran out with one sample, which can't be halved: shorten it, or recompute "
+            "its activations with torchguard.safe_checkpoint",
+        )
 
 
 def _train(

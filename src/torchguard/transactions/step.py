@@ -14,7 +14,7 @@ from typing_extensions import Self
 from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch.eager import close_checkpoints
-from torchguard.errors import UnrecoverableStepError
+from torchguard.errors import UnrecoverableStepError, add_note
 from torchguard.state.process import DeferredSignals, refuse_inside_step
 from torchguard.training_setup import frozen, warn_of_setup
 from torchguard.transactions.accumulation import is_accumulating
@@ -297,18 +297,10 @@ class Transaction:
             record("rolled_back", "transaction", f"a training step was rolled back after {name}")
             return
         if exception is not None:
-            _add_note(exception, block.finish_step(exception))
+            add_note(exception, block.finish_step(exception))
         block.note_accumulation()
         self.committed = block.counts()
         self._commits += self.committed
         outside = self._guarded.outside
         if outside.are_looked_for:
             outside.block_ends(stepped=self.committed or block.has_stepped())
-
-
-def _add_note(exception: BaseException, note: str) -> None:
-    """Call ``exception.add_note``, which Python 3.10 does not have."""
-    if hasattr(exception, "add_note"):
-        exception.add_note(note)
-    else:
-        exception.__notes__ = [*getattr(exception, "__notes__", ()), note]  # type: ignore[attr-defined]

@@ -271,6 +271,58 @@ def pad_reduction() -> str | None:
     return _difference(program, _on_gpu)
 
 
+def _verified(program: _Program, backend: str = "eager") -> _Program:
+    checked = verified(program, backend=backend)
+
+    def call(x: Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return checked(x)
+
+    return call
+
+
+# --- a backward that fails, and a compiled one that goes through
+
+
+def _no_code(program: _Program) -> _Program:
+    return torch.compile(program, backend="aot_eager")
+
+
+class _Doubled(torch.autograd.Function):
+    """Writes the gradient that it is given, which sum() has expanded from one number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 - torch's signature
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004 - torch's signature
+        return gradient.mul_(2)
+
+
+@_miscompiled(
+    "compiled: a backward that writes an expanded gradient gives wrong numbers, and no error",
+    title="a write into an expanded gradient spreads",
+    upstream=issues(81417),
+    guarded_with=partial(_verified, backend="aot_eager"),
+    advice="Clone the gradient in backward before you write it.",
+    limits="Guarded, backward raises what eager raises.",
+)
+def expanded_gradient(compile_: _Program = _no_code) -> str | None:
+    """Double a gradient in place all of whose elements are one in memory: eager raises.
+
+    AOTAutograd traces the backward with a gradient that has memory for each element, and then runs
+    it on the expanded one.
+    """
+    x = torch.ones(3, requires_grad=True)
+    try:
+        compile_(lambda x: _Doubled.apply(x).sum())(x).backward()  # type: ignore[no-untyped-call]
+    except Exception:  # noqa: BLE001 - of eager, or of a torch that refuses to compile it
+        return None
+    return f"eager raises, and the compiled gradient is {[] if x.grad is None else x.grad.tolist()}"
+
+
 # --- dropout whose mask is drawn again
 
 
@@ -305,17 +357,6 @@ def recomputed_masks() -> str | None:
 
 def _by_eager(program: _Program) -> _Program:
     return torch.compile(program, backend="eager")
-
-
-def _verified(program: _Program) -> _Program:
-    checked = verified(program, backend="eager")
-
-    def call(x: Tensor) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return checked(x)
-
-    return call
 
 
 @_miscompiled(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import wrapt
 from torch import Tensor
 
 from torchguard import verified
@@ -94,3 +95,31 @@ def dynamo_lost_append(compile_: _Compile = _compiled) -> str | None:
         call(x)
     found = len(Log.lines)
     return None if found == 2 else f"2 calls have appended {found} times"  # noqa: PLR2004
+
+
+@_mistraced(
+    "compiled: a decorator made with wrapt is left out, and the function alone is called",
+    title="a decorator made with wrapt does nothing",
+    upstream=(
+        "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/builder.py#L1748",
+    ),
+    advice="Write the decorator as a function, with functools.wraps.",
+)
+def wrapper_dropped(compile_: _Compile = _compiled) -> str | None:
+    """Multiply what a function returns by ten: Dynamo traces what the decorator is put around."""
+
+    @wrapt.decorator
+    def times_ten(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        return 10 * wrapped(*args, **kwargs)
+
+    @times_ten
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def program(x: Tensor) -> Tensor:
+        result: Tensor = double(x)
+        return result
+
+    x = torch.ones(1)
+    eager, compiled = program(x).item(), compile_(program)(x).item()
+    return None if compiled == eager else f"compiled gives {compiled}, eager gives {eager}"

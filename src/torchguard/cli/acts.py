@@ -24,8 +24,9 @@ import torch
 import torchguard
 from torchguard.transactions.step import Transaction
 
-STEPS, FIRST, EVERY = 60, 5, 12
-"""Steps of the training: how many, the first that runs out of memory, how many to the next one."""
+STEPS = 60
+FAILS = {5: "backward", 17: "step", 29: "backward", 41: "step", 53: "backward"}
+"""The steps that run out of memory: between two backwards, or when one optimizer has stepped."""
 
 _Found = tuple[bool, str, list[float]]
 
@@ -68,46 +69,65 @@ def compiled(*, guarded: bool) -> _Found:
 def training(*, guarded: bool) -> _Found:
     """Train once without a failure and once with some."""
     plain, found = _losses(guarded=False, fails=False), _losses(guarded=guarded, fails=True)
+    return found != plain, _compared(plain, found), [*plain, *found]
+
+
+def _compared(plain: list[float], found: list[float]) -> str:
     same = sum(a == b for a, b in zip(plain, found, strict=True))
-    text = f"{same} of {STEPS} losses are those of a run with memory, the last is {found[-1]:.2g}"
-    return found != plain, text, [*plain, *found]
+    without, mean = (sum(each[-10:]) / 10 for each in (plain, found))
+    equal = f"{same} of {STEPS} losses equal those of a run without failures"
+    return f"{equal}; the last ten average {mean:.4f}, without failures {without:.4f}"
 
 
 def _losses(*, guarded: bool, fails: bool) -> list[float]:
     """Train for :data:`STEPS` steps, of which some run out of memory."""
     training, step = _made(guarded=guarded)
-    return [_run(training, step, short=fails and n % EVERY == FIRST) for n in range(STEPS)]
+    return [_run(training, step, FAILS.get(n) if fails else None) for n in range(STEPS)]
 
 
 def _made(*, guarded: bool) -> tuple[Any, Any]:
-    """Return data, model and optimizer, and the transaction of its steps."""
+    """Return data, model and optimizers, and the transaction of their steps."""
     torch.manual_seed(0)
     x = torch.randn(64, 16)
     y = x.square().mean(1, keepdim=True)
     layers = torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()
-    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.12, momentum=0.9)
-    step: Any = torchguard.transaction(model, optimizer) if guarded else contextlib.nullcontext()
-    return (x, y, model, optimizer), step
+    body, head = torch.nn.Sequential(*layers, torch.nn.Dropout(0.1)), torch.nn.Linear(64, 1)
+    model = torch.nn.Sequential(body, head)
+    optimizers = [
+        torch.optim.SGD(body.parameters(), lr=0.12, momentum=0.9),
+        torch.optim.AdamW(head.parameters(), lr=1e-2),
+    ]
+    step: Any = torchguard.transaction(model, optimizers) if guarded else contextlib.nullcontext()
+    return (x, y, model, optimizers), step
 
 
-def _run(training: Any, step: Any, *, short: bool, killed: bool = False) -> float:
-    """Run a step of two parts, again if the second finds no memory; return the loss."""
-    x, y, model, optimizer = training
+def _run(training: Any, step: Any, fails: str | None, *, killed: bool = False) -> float:
+    """Run a step of two micro-batches, again if it runs out of memory; return the loss.
+
+    What PyTorch needs for a retry is here too: after a failure the gradients are cleared.
+    """
+    x, y, model, optimizers = training
     while True:
-        with contextlib.suppress(RuntimeError), step:
-            first = (model(x[:32]) - y[:32]).square().mean() / 2
-            first.backward()
-            if short:
-                short = False
-                torch.empty(2**50)  # RuntimeError: can't allocate memory
-            if killed:
-                os._exit(137)  # as SIGKILL does: nothing is cleaned up
-            second = (model(x[32:]) - y[32:]).square().mean() / 2
-            second.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float((first + second).detach())
+        try:
+            with step:
+                first = (model(x[:32]) - y[:32]).square().mean() / 2
+                first.backward()
+                if fails == "backward":
+                    torch.empty(2**50)  # RuntimeError: can't allocate memory
+                if killed:
+                    os._exit(137)  # as SIGKILL does: nothing is cleaned up
+                second = (model(x[32:]) - y[32:]).square().mean() / 2
+                second.backward()
+                optimizers[0].step()
+                if fails == "step":
+                    torch.empty(2**50)
+                optimizers[1].step()
+                return float((first + second).detach())
+        except RuntimeError:
+            fails = None
+        finally:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
 
 
 def survive(*, guarded: bool) -> _Found:
@@ -115,7 +135,7 @@ def survive(*, guarded: bool) -> _Found:
     torch.set_num_threads(1)  # a fork has no other threads
     fork: Any = multiprocessing.get_context("fork")
     made = _made(guarded=guarded)  # which imports what the first optimizer needs, once
-    curves: list[dict[str, str]] = []
+    curves: list[list[float]] = []
     for deaths in ((), (8, 26, 47)):
         with tempfile.TemporaryDirectory() as folder:
             for death in (*deaths, STEPS):
@@ -124,26 +144,27 @@ def survive(*, guarded: bool) -> _Found:
                 process.start()
                 process.join()
             lines = Path(folder, "losses").read_text(encoding="utf-8").splitlines()
-            curves.append(dict(line.split() for line in lines))
-    plain, found = (list(each.values()) for each in curves)
-    same = sum(a == b for a, b in zip(plain, found, strict=True))
-    text = f"{same} of {STEPS} losses are those of a run that nothing stops"
-    return found != plain, f"{text}, the last is {float(found[-1]):.2g}", []
+            newest = dict(line.split() for line in lines)  # a step that is run again counts once
+            curves.append([float(loss) for loss in newest.values()])
+    return curves[0] != curves[1], _compared(*curves), []
 
 
 def _resume(training: Any, step: Any, folder: Path, fails: bool, death: int) -> None:
     """Train from the newest checkpoint until the process is killed; save after every 10 steps."""
-    guarded, parts, done = isinstance(step, Transaction), training[2:], 0
+    guarded, done = isinstance(step, Transaction), 0
+    _, _, model, optimizers = training
+    parts = [model, *optimizers]
     path = folder / "newest" / "training.pt" if guarded else folder / "training.pt"
     if path.exists() and guarded:
         step.load_state_dict(torch.load(path))
         done = step.stats().commits
     elif path.exists():
-        done, *states = torch.load(path)
+        done, random, *states = torch.load(path)
         for each, state in zip(parts, states, strict=True):
             each.load_state_dict(state)
+        torch.set_rng_state(random)
     while done < STEPS:
-        loss = _run(training, step, short=fails and done % EVERY == FIRST, killed=done == death)
+        loss = _run(training, step, FAILS.get(done) if fails else None, killed=done == death)
         with Path(folder, "losses").open("a", encoding="utf-8") as file:
             file.write(f"{done} {loss}\n")
         done += 1
@@ -151,7 +172,9 @@ def _resume(training: Any, step: Any, folder: Path, fails: bool, death: int) -> 
             with torchguard.checkpoint_folder(folder / "newest") as new:
                 torchguard.save(step.state_dict(), new / "training.pt")
         elif done % 10 == 0:
-            torch.save([done, *(each.state_dict() for each in parts)], path)
+            states = [each.state_dict() for each in parts]
+            torch.save([done, torch.get_rng_state(), *states], folder / "new.pt")
+            (folder / "new.pt").replace(path)  # a kill leaves the old file or the new one
 
 
 def save(*, guarded: bool) -> _Found:

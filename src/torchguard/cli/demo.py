@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -34,13 +35,13 @@ _ACTS = (
          "counts[0] = 1; before = counts.clone(); counts[1] = 2; return before",
          "torchguard.verified()", "compile/verified.html"),
     _Act("training", "training steps that run out of memory and are run again",
-         "for step 5, 17, 29, 41 and 53, in the middle of its gradients",
+         "except RuntimeError: optimizer.zero_grad()  # and again: steps 5, 17, 29, 41 and 53",
          "torchguard.transaction(model, optimizer)", "training/transaction.html"),
     _Act("save", "a kill in the middle of a save",
-         "torch.save(step_2, path)  # over step 1",
+         "torch.save(step_2, path)  # over step 1; writing elsewhere and os.replace() keep it too",
          "torchguard.save(step_2, path)", "training/checkpoints.html"),
-    _Act("survive", "a training that runs out of memory five times and is killed three times",
-         "in steps 8, 26 and 47; it saves after every ten steps, and resumes",
+    _Act("survive", "a training run that fails five times and is killed three times",
+         "retries as above; saves model, optimizers and random state, replaces the file, resumes",
          "transaction, step.state_dict(), checkpoint_folder", "tutorials/survive.html"),
 )  # fmt: skip
 
@@ -112,23 +113,25 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
 
     path = path or str(Path(tempfile.mkdtemp(prefix="torchguard-demo-"), "losses.png"))
     steps = len(curves["bare"]) // 2
-    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    without = curves["bare"][:steps]
     lines = {
-        "no step fails": (curves["bare"][:steps], "#95a5a6", 5.0),
-        "PyTorch: the step is run again": (curves["bare"][steps:], "#c0392b", 1.5),
+        "no step fails": (without, "#95a5a6", 5.0),
+        "PyTorch: zero_grad(), run again": (curves["bare"][steps:], "#c0392b", 1.5),
         "transaction: rolled back, run again": (curves["guarded"][steps:], "#1f618d", 1.5),
     }
-    for label, (losses, color, width) in lines.items():
-        axes.plot(losses, color=color, linewidth=width, label=label)
-    for number in (5, 17, 29, 41, 53):
-        axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
-    axes.legend(frameon=False)
-    axes.set(xlabel="step (dotted: out of memory)", ylabel="loss", yscale="log")
-    axes.set_title(
-        "A step that is retried after running out of memory changes the training",
-        loc="left",
-        fontsize=10,
+    figure, (losses, apart) = plt.subplots(
+        2, sharex=True, figsize=(7, 4.6), layout="constrained", height_ratios=(3, 2)
     )
+    for label, (line, color, width) in lines.items():
+        losses.plot(line, color=color, linewidth=width, label=label)
+        difference = [a - b for a, b in zip(line, without, strict=True)]
+        apart.plot(difference, color=color, linewidth=width)
+    for axes, number in itertools.product((losses, apart), (5, 17, 29, 41, 53)):
+        axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
+    losses.legend(frameon=False)
+    losses.set(ylabel="loss", yscale="log")
+    apart.set(xlabel="step (dotted: out of memory)", ylabel="difference to\nno failure")
+    losses.set_title("Retrying a failed step continues a different run", loc="left", fontsize=10)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know

@@ -134,7 +134,7 @@ COSTS = (
 )  # fmt: skip
 """The page's rows, in its order."""
 
-README = (FUSED, FOREACH, FIRST_CALL, WEIGHTS, ALL_GUARDS, WORST)
+README = (FUSED, FIRST_CALL, ALL_GUARDS)
 
 
 def table(costs: Iterable[Cost], newest: Newest) -> str:

@@ -151,7 +151,6 @@ FIGURES: tuple[tuple[str, str, Callable[[costs.Newest], str]], ...] = (
     ("docs/project/costs.md", "whole steps", partial(_whole, "end_to_end")),
     ("docs/process/resize.md", "costs", partial(costs.table, costs.RESIZE)),
     ("docs/compile/verified.md", "costs", partial(costs.table, costs.VERIFIED)),
-    ("docs/compile/bucketed.md", "stream", partial(_whole, "buckets")),
     ("docs/training/transaction.md", "costs", partial(costs.table, costs.TRANSACTION)),
     ("docs/training/checkpoints.md", "costs", partial(costs.table, costs.CHECKPOINT)),
     ("docs/training/recompute.md", "costs", partial(costs.table, costs.RECOMPUTE)),

@@ -26,6 +26,11 @@ _FAMILIES = {
     "gradient": "Gradients",
 }
 _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
+_CODE = re.compile(
+    r"x(\[[^]]*\])? -?= x\[[^]]*\]|[a-z_]\w*(\.\w+)*\([^()]*\)|\w+\([^()]*=[^()]*\)"
+    r"|[a-z]+=(\"[^\"]*\")?|\.clone\(\)|\b[a-zA-Z]\w*(\.\w+)+(\(([^()]|\(\))*\))?|\b[a-z]+_\w*|\b(mm|cat|cumsum|rrelu)\b"
+)
+"""What is code in the summary of a defect."""
 _CUT = (
     "setStorage: sizes [3], strides [1], storage offset 1, and itemsize 4 requiring a storage size "
     "of 16 are out of bounds for storage of size 0"
@@ -69,17 +74,19 @@ _LIVE = {"closed", "detected", "open"}
 _INTRODUCTION = """\
 # Known PyTorch defects
 
-Each section tells you what you see, which releases have the defect, what helps in PyTorch alone,
-and which guard closes it. Search this page for your error message. Most of these defects give you
-none.
+The title of each section is what you see go wrong. Below it are the message that PyTorch gives, if
+it gives one, the guard that helps, what helps in PyTorch alone, and the releases that have the
+defect. Search this page for your error message. Most of these defects give you none.
 
 Each reproducer is a program that needs PyTorch alone. It prints what it saw, or `None` if your
 PyTorch does not have the defect, and some of them end the process. `python -m torchguard doctor`
 runs all of them on your PyTorch, without and with the guards. `python -m torchguard doctor NAME`
 runs one.
 
-In the tables, `-` means absent, `closed` live and closed by its guard, `detected` live and found
-after it has happened, `no guard` live, and `not run` that the probe needs a GPU
+In the tables, **affected** means that a release has the defect and no guard closes it, **guarded**
+that it has the defect and the guard closes it, **detected** that the guard finds the defect after
+it has happened, **fixed** that PyTorch has corrected it, **not affected** that the release does not
+have it yet, and **not run** that the probe needs a GPU
 ([compatibility](../project/compatibility.md) has the releases and their builds).
 """
 
@@ -123,15 +130,13 @@ def statuses(compatibility: str) -> tuple[list[str], Mapping[str, list[str]]]:
 
 
 def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterator[str]:
-    yield f"### {row.id}\n"
-    words = row.summary.split()
-    # A name keeps its spelling, a word begins a sentence.
-    first = words[0].capitalize() if words[0].isalpha() else f"`{words[0]}`"
-    yield " ".join([first, *words[1:]]) + ".\n"
+    yield f'<a id="{row.id}"></a>\n'
+    yield f"### {_title(row.summary)}\n"
+    yield f"- Name: `{row.id}`"
     yield f"- You see: {_SEEN.get(row.id, 'no error')}"
     if row.id in NEED_A_GPU:
         yield "- Reproducer: not run, because it needs a GPU"
-    does = "Detected, not prevented, by" if row.only_detects else "Closed by"
+    does = "Detected, not prevented, by" if row.only_detects else "Guarded by"
     yield f"- {does}: " + (f"`{guards_as_code(row.guards)}`" if row.guards else "no guard yet")
     if row.limits:
         yield f"- Limits: {row.limits}"
@@ -143,10 +148,28 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     if seen:
         yield "| " + " | ".join(versions) + " |"
         yield "| " + " | ".join(["---"] * len(versions)) + " |"
-        if not row.guards:  # the matrix may be older than the day on which its guard went
-            seen = ["no guard" if cell in _LIVE else cell for cell in seen]
+        seen = list(_in_words(seen, guarded=bool(row.guards)))
         yield "| " + " | ".join(seen) + " |\n"
     yield f"<details><summary>Reproducer</summary>\n\n```py\n{reproducer(row)}```\n\n</details>\n"
+
+
+def _title(summary: str) -> str:
+    """Mark what is code in a summary, and begin it with a capital letter."""
+    title = _CODE.sub(r"`\g<0>`", summary)
+    return title if title[1].isupper() else title[0].upper() + title[1:]
+
+
+def _in_words(seen: list[str], *, guarded: bool) -> Iterator[str]:
+    """Say of each release whether it is affected; the matrix may be older than the guards."""
+    affected = False
+    for cell in seen:
+        affected |= cell in _LIVE
+        if cell == "-":
+            yield "fixed" if affected else "not affected"
+        elif cell in _LIVE and not guarded:
+            yield "affected"
+        else:
+            yield {"closed": "guarded", "open": "affected"}.get(cell, cell)
 
 
 def reproducer(row: Defect) -> str:

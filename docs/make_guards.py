@@ -50,7 +50,7 @@ def _table() -> Iterator[str]:
     does = _described()
     if does.keys() != GUARDS.keys():
         raise ValueError(f"install() describes {sorted(does)}, its guards are {sorted(GUARDS)}")
-    yield "| guard | it | replaces functions of |"
+    yield "| guard | effect | patches |"
     yield "| --- | --- | --- |"
     for name, target in _PAGES.items():
         yield f'| [`"{name}"`]({target}) | {does[name]} | {_replaced(name)} |'

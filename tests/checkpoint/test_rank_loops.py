@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "training"
 PAGE = DOCS / "ranks.md"
 LOOPS = {
     each.kind: each.code
-    for page in (PAGE, DOCS / "trainers.md")
+    for page in (PAGE, DOCS / "lightning.md", DOCS / "accelerate.md")
     for each in blocks(page.read_text("utf-8"))
     if each.language == "py"
 }

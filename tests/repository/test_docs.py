@@ -98,7 +98,9 @@ TARGETS = re.findall(r"^([\w.-]+):", MAKEFILE, re.MULTILINE)
 COMMANDS: dict[str, Callable[[list[str]], bool]] = {
     "git": lambda arguments: arguments == ["clone", REPOSITORY, "&&", "cd", "torchguard"],
     "make": lambda arguments: set(arguments) <= set(TARGETS),
-    "pip": lambda arguments: arguments == ["install", "-e", "."],
+    "pip": lambda arguments: (
+        arguments in (["install", "-e", "."], ["install", f"torchguard-runtime @ git+{REPOSITORY}"])
+    ),
     "python": _is_python,
 }
 

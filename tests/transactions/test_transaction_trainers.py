@@ -1,4 +1,4 @@
-"""transaction() in the loops of trainers, as docs/training/trainers.md shows them."""
+"""transaction() in the loops of trainers, as docs/training/accelerate.md shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torchguard
 from support.document import blocks
 from support.small_training import everything
 
-PAGE = Path(__file__).parents[2] / "docs" / "training" / "trainers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "accelerate.md"
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +62,7 @@ def test_accelerate() -> None:
 
 
 class Accumulated:
-    """Training by accelerate's ``accumulate``, as docs/training/trainers.md shows it."""
+    """Training by accelerate's ``accumulate``, as docs/training/accelerate.md shows it."""
 
     def __init__(self, *, also: bool, scheduled: bool = False) -> None:
         accelerate = pytest.importorskip("accelerate")

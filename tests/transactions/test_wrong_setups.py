@@ -20,7 +20,7 @@ from torch import nn
 import torchguard
 from support.child_process import JOIN_RANKS, run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "training" / "transaction.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "setup-warnings.md"
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -444,7 +444,7 @@ ON_RANKS: dict[str, str | None] = {
 
 
 def test_the_page_names_each_error_and_where_it_is_said() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition("### TrainCheck")[2].partition("\n##")[0]
+    text = PAGE.read_text(encoding="utf-8").partition("## TrainCheck")[2].partition("\n##")[0]
     said_in, _, not_said = text.partition("Not found")
     names = r"`((?:\w|-)+-(?:\d+|sync))`"
     found = {*ALONE, *(name for name, text in ON_RANKS.items() if text)} - {"fully_shard"}

@@ -135,6 +135,51 @@ def test_the_copies_of_a_step_on_a_cpu_lie_in_the_memory_of_the_last_one() -> No
     assert addresses[3] == addresses[2]
 
 
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda weight: weight.t(),
+    "shorter": lambda weight: weight[:1],
+    "wider": lambda weight: weight.double(),
+    "elsewhere": lambda weight: weight.clone(),
+}
+
+
+@pytest.mark.parametrize("compared_by", ["Dynamo", "a loop"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_that_was_changed_between_blocks_is_seen(
+    change: str, compared_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layout and memory at the beginning of the block are restored, and its copies fit."""
+    if compared_by == "a loop":
+        monkeypatch.setattr("torchguard._torch.eager._sees_layouts", lambda: False)
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    model = nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=True)
+    step = torchguard.transaction(model, optimizer)
+
+    def seen() -> Any:
+        return weight.shape, weight.stride(), weight.dtype, weight.data_ptr(), weight.tolist()
+
+    for _ in range(2):
+        with step:
+            (weight * weight).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weight.data = CHANGES[change](weight.data)
+    optimizer.state.clear()
+    before = seen()
+    with pytest.raises(Failure), step:
+        (weight * weight).sum().backward()
+        weight.data = torch.zeros(5)
+        raise Failure
+    assert seen() == before
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(Failure), step:
+        (weight * weight).sum().backward()
+        optimizer.step()
+    assert seen() == before
+
+
 # ---- 3. a step that counts ----
 
 

@@ -338,6 +338,45 @@ def versions_of(tensors: list[Any]) -> list[int | None]:
         return [version_of(tensor) for tensor in tensors]
 
 
+def layouts_of(tensors: list[Any]) -> Callable[[], bool]:
+    """Return what tells whether tensors have the dtypes, devices, sizes and strides of now."""
+    if _sees_layouts():
+        guards = _guards_of(tensors)
+        return lambda: bool(guards.check(*tensors))
+    read = functools.partial(_read_layouts, tensors)
+    before = read()
+    return lambda: read() == before
+
+
+def _read_layouts(tensors: list[Any]) -> list[Any]:
+    return [(each.dtype, each.device, each.shape, each.stride()) for each in tensors]
+
+
+_TensorGuards: Any = private("_C._dynamo.guards.TensorGuards", None)
+
+
+def _guards_of(tensors: list[Any]) -> Any:
+    """Return Dynamo's comparison of tensors, in C++: it takes a fifth of the time of a loop."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/dynamo/guards.cpp
+    sizes, strides = [list(each.shape) for each in tensors], [list(t.stride()) for t in tensors]
+    return _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+@functools.cache
+def _sees_layouts() -> bool:
+    """Whether Dynamo's comparison sees that a dtype, a size or a stride is another one."""
+    with contextlib.suppress(Exception), without_torch_function(), without_torch_dispatch():
+        for change in (torch.Tensor.t, torch.Tensor.double, lambda tensor: tensor[:1]):
+            tensor = torch.zeros(2, 2, device="cpu", dtype=torch.float32)
+            guards = _guards_of([tensor])
+            unchanged = guards.check(tensor)
+            tensor.data = change(tensor.data)
+            if not unchanged or guards.check(tensor):
+                return False
+        return True
+    return False
+
+
 LISTED = frozenset(
     (
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
@@ -384,14 +423,14 @@ def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # autograd's kernel asks each tensor whether to record, which makes the copy half as slow again.
-_below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = private(
+below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = private(
     "_C._AutoDispatchBelowAutograd", torch.no_grad
 )
 
 
 def concatenated(kinds: list[list[Any]]) -> list[torch.Tensor]:
     """Copy all tensors of each kind by one call, unseen by modes and by autograd."""
-    with without_torch_function(), without_torch_dispatch(), _below_autograd():
+    with without_torch_function(), without_torch_dispatch(), below_autograd():
         return [torch.cat(tensors) for tensors in kinds]
 
 

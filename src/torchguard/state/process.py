@@ -22,6 +22,7 @@ import inspect
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -39,8 +40,9 @@ from torchguard.errors import SaveError
 
 # The functions in C: those around them try to turn every handler into an enum, which takes longer
 # than the rest of a step's preparation.
-_get_handler: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
+_in_c = sys.modules.get("_signal", signal)
+_get_handler: Callable[[int], Any] = getattr(_in_c, "getsignal", signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = getattr(_in_c, "signal", signal.signal)
 _DEFERRED = tuple(
     int(getattr(signal, name))
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2")

@@ -12,6 +12,7 @@ wrappers of ``torch.func``) has nothing that can be read; only its elements can 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -35,7 +36,14 @@ from torchguard._torch import (
     without_torch_dispatch,
     without_torch_function,
 )
-from torchguard._torch.eager import call_unseen, copy_all, same_tensors, versions_of
+from torchguard._torch.eager import (
+    below_autograd,
+    call_unseen,
+    copy_all,
+    layouts_of,
+    same_tensors,
+    versions_of,
+)
 from torchguard.state.process import wait_for
 
 # PyTorch's, also while install() or guarded() has replaced them: the replacements read the tensor
@@ -395,6 +403,9 @@ def bytes_needed(
 
 # ---- many tensors at once ----
 
+# In C, as map() is: half of a loop's time.
+_is_cpu, _is_leaf, _grad = map(operator.attrgetter, ("is_cpu", "is_leaf", "grad"))
+
 
 class Elements:
     """A snapshot of the elements of many tensors, copied in bulk, on their device.
@@ -411,20 +422,22 @@ class Elements:
         self._given = list(tensors)
         self.plain: list[Tensor]
         self.others: list[Snapshot]
+        self._have_layouts: Callable[[], bool]
         memory: list[Tensor] | None = None
         if reuse is not None and reuse._is_of(self._given):
-            self.plain, memory = reuse.plain, reuse.copies
+            self.plain, self._have_layouts, memory = reuse.plain, reuse._have_layouts, reuse.copies
             others = [saved.tensor for saved in reuse.others]
         else:
             self.plain, others = parted(self._given, is_plain)
-        self._layouts = _layouts(self.plain)
+            self._have_layouts = layouts_of(self.plain)
         self.others = [capture(each, data=True) for each in others]
         self.versions = versions_of(self.plain)
         self.copies: list[Tensor] = call_unseen(_copied, self.plain, memory)
+        self.are_on_the_host = memory is not None or all(map(_is_cpu, self.copies))
 
     def _is_of(self, tensors: list[Tensor]) -> bool:
         """Whether this is of the same tensors in the same layouts: to part them takes longer."""
-        return same_tensors(tensors, self._given) and _layouts(self.plain) == self._layouts
+        return same_tensors(tensors, self._given) and self._have_layouts()
 
     def restore(self) -> None:
         """Write the elements into the same tensors, and restore their version counters."""
@@ -432,11 +445,6 @@ class Elements:
         restore_versions(self.plain, self.versions)
         for saved in self.others:
             saved.restore()
-
-
-def _layouts(tensors: list[Tensor]) -> list[Any]:
-    """Return what decides whether copies of tensors fit them."""
-    return [(each.dtype, each.shape, each.stride()) for each in tensors]
 
 
 def _copied(tensors: list[Tensor], memory: list[Tensor] | None) -> list[Tensor]:
@@ -448,8 +456,11 @@ def _copied(tensors: list[Tensor], memory: list[Tensor] | None) -> list[Tensor]:
         copies = [
             torch.empty_like(each, device="cpu", pin_memory=not each.is_cpu) for each in tensors
         ]
-    copy_all(copies, tensors)
-    if any(to.is_cpu and not of.is_cpu for to, of in zip(copies, tensors, strict=True)):
+    with below_autograd():
+        copy_all(copies, tensors)
+    if not all(map(_is_cpu, tensors)) and any(
+        to.is_cpu and not of.is_cpu for to, of in zip(copies, tensors, strict=True)
+    ):
         wait_for(tensors)
     return copies
 
@@ -465,15 +476,12 @@ class Metadata:
         # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
         self._pointers = list(map(Tensor.data_ptr, self.tensors))
         # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one element.
-        self._shaped = [each for each in self.tensors if each.dim() > 0]
-        self._layouts = [(each.shape, each.stride()) for each in self._shaped]
+        self._have_layouts = layouts_of([each for each in self.tensors if each.dim() > 0])
 
     def is_current(self) -> bool:
         """Whether the tensors have the same memory and layout as when this was made."""
-        return (
-            list(map(Tensor.data_ptr, self.tensors)) == self._pointers
-            and [(each.shape, each.stride()) for each in self._shaped] == self._layouts
-        )
+        pointers = list(map(Tensor.data_ptr, self.tensors))
+        return pointers == self._pointers and self._have_layouts()
 
     def restore(self, versions: Iterable[int | None]) -> None:
         """Restore layouts, storages and flags; the version counters become ``versions``."""
@@ -485,13 +493,15 @@ class Gradients:
     """A snapshot of which gradient each leaf has, and with ``data`` of its elements."""
 
     def __init__(self, tensors: Iterable[Tensor], *, data: bool = False) -> None:
-        self._pairs = [(each, each.grad) for each in tensors if each.is_leaf]
-        self.present = [gradient for _, gradient in self._pairs if gradient is not None]
+        every = list(tensors)
+        self._leaves = every if all(map(_is_leaf, every)) else list(filter(_is_leaf, every))
+        self._gradients = list(map(_grad, self._leaves))
+        self.present = [each for each in self._gradients if each is not None]
         self._elements = Elements(self.present) if data and self.present else None
 
     def restore(self) -> None:
         """Give each leaf its gradient again."""
-        for tensor, gradient in self._pairs:
+        for tensor, gradient in zip(self._leaves, self._gradients, strict=True):
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
         if self._elements is not None:

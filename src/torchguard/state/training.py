@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,6 +56,8 @@ from torchguard.state.tensors import (
     parted,
     restore_versions,
 )
+
+_requires_grad = operator.attrgetter("requires_grad")  # in C, as map() is: half of a loop's time
 
 # ---- all of a training ----
 
@@ -237,7 +241,7 @@ class TrainingSnapshot:
         self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.all_optimizers()}
         self._others = Containers(map(vars, training.others), into=has_state)
         self._versions = versions_of(survey.parameters)
-        self._requires_grad = [each.requires_grad for each in survey.all_parameters]
+        self._requires_grad = list(map(_requires_grad, survey.all_parameters))
         self._gradients = Gradients(survey.all_parameters, data=True)
         self.has_gradients = bool(self._gradients.present)
         self._hung = Hung(survey)
@@ -255,7 +259,7 @@ class TrainingSnapshot:
         """Copy the parameters and the tensors of the optimizers' state, unless that was done."""
         if self._copies is None:
             optimizers = self._training.all_optimizers()
-            written = [t for each in optimizers for t in state_tensors(each)]
+            written = [t for each in optimizers for t in state_of(each).held]
             self._copies = Elements([*self._survey.parameters, *written])
 
     def has_written(self, optimizer: Optimizer) -> bool:
@@ -398,6 +402,7 @@ class Modules:
         ]
         self._same_members = comparison_of(chain.from_iterable(map(dict.values, structure)))
         self.hooks = [(each, hooks) for each in self.modules for hooks in hooks_of(each)]
+        self.hook_dicts = [hooks for _, hooks in self.hooks]  # most are empty
 
     def is_current(self) -> bool:
         """Whether the modules have the same parameters, buffers and children as when this began."""
@@ -418,7 +423,7 @@ class ModulesSnapshot:
         self._modules = modules
         # Copied each time: to compare them with the last copies takes twice as long.
         self._attributes = list(map(dict.copy, modules.attributes))
-        self._hooks = {id(hooks): dict(hooks) for _, hooks in modules.hooks if hooks}
+        self._hooks = {id(hooks): dict(hooks) for hooks in filter(None, modules.hook_dicts)}
         self._hooks_registered = hooks_registered()
 
     def restore(self, *, lazy: bool = True) -> None:
@@ -545,7 +550,7 @@ class OptimizerSnapshot:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.state = _state_of(optimizer)
+        self.state = state_of(optimizer)
         groups = optimizer.param_groups
         parameters = [group["params"] for group in groups]
         options = [each for group in groups for each in group.values() if type(each) not in ATOMS]
@@ -569,7 +574,7 @@ class OptimizerSnapshot:
         self.state.restore()
 
 
-class _StateContainers(Containers):
+class StateContainers(Containers):
     """A snapshot of the dicts of an optimizer's state, and of the containers in them.
 
     PyTorch's optimizers keep a dict of tensors and numbers for each parameter. Others keep a tensor
@@ -591,11 +596,18 @@ class _StateContainers(Containers):
             skip=self._entries,
             into=has_attributes,  # state_dict() copies it, whatever its class
         )
-        is_nested = self.copies or self.tensors
-        self._is_plain = not is_nested and len(values) == len(self._entries)
+        self._is_plain = len(values) == len(self._entries) and all(
+            type(each) in ATOMS or isinstance(each, Tensor)
+            for each in chain.from_iterable(map(dict.values, self._entry_copies))
+        )
         self._state = state
         self.copies.append((state, dict(state)))
         self.copies += zip(self._entries, self._entry_copies, strict=True)
+
+    @functools.cached_property
+    def held(self) -> list[Tensor]:
+        """The tensors in the state, also those in lists and dicts of it."""
+        return [each for each in walk(self._state.values()) if isinstance(each, Tensor)]
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
@@ -607,14 +619,14 @@ class _StateContainers(Containers):
         )
 
 
-_last_state: weakref.WeakKeyDictionary[Optimizer, _StateContainers] = weakref.WeakKeyDictionary()
+_last_state: weakref.WeakKeyDictionary[Optimizer, StateContainers] = weakref.WeakKeyDictionary()
 
 
-def _state_of(optimizer: Optimizer) -> _StateContainers:
+def state_of(optimizer: Optimizer) -> StateContainers:
     """Return a snapshot of an optimizer's state; the last one if nothing was replaced."""
     last = _last_state.get(optimizer)
     if last is None or not last.are_current(optimizer):
-        last = _last_state[optimizer] = _StateContainers(optimizer)
+        last = _last_state[optimizer] = StateContainers(optimizer)
     return last
 
 

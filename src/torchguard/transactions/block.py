@@ -30,6 +30,7 @@ from torchguard._torch.eager import (
     has_own_dispatch,
     make_state,
     per_optimizer_states,
+    same_tensors,
     scale_version,
     steps_on_stack,
     steps_read_global_hooks,
@@ -43,7 +44,6 @@ from torchguard.state.training import (
     TrainingState,
     is_of_torch,
     optimizers_of,
-    state_tensors,
 )
 from torchguard.training_setup import FirstSteps, StepsOutside
 from torchguard.transactions.ranks import Ranks
@@ -94,7 +94,7 @@ class Block:
         self.modes = ThreadModes.capture()
         self.snapshot = guarded.training.capture(parameters=guarded.undo == "copy")
         self._scale = self._scale_now()
-        self._scaler_at_step = Elements([])
+        self._scaler_at_step: Elements | None = None
         self._epochs = [getattr(each, "last_epoch", None) for each in guarded.schedulers]
         self._stepped: list[OptimizerStep] = []
         self._pending: OptimizerStep | None = None
@@ -298,7 +298,8 @@ class Block:
         notes.append("its gradients are dropped")
         states = per_optimizer_states(guarded.scaler)
         if states:
-            self._scaler_at_step.restore()  # update() may have raised in its middle
+            if self._scaler_at_step is not None:
+                self._scaler_at_step.restore()  # update() may have raised in its middle
             notes.append(_update(guarded.scaler, states))
         notes += [
             f"{type(scheduler).__name__} has not stepped, call its step()"
@@ -315,7 +316,7 @@ class Block:
             guarded.gate.loss = None
         for step in filter(None, (*self._stepped, self._pending)):
             # On a CPU fresh memory is paged in anew; a GPU's allocator gives the same again.
-            if step.copies is not None and all(each.is_cpu for each in step.copies.copies):
+            if step.copies is not None and step.copies.are_on_the_host:
                 guarded.kept[step.optimizer] = step.copies
         self._stepped, self._pending = [], None
         if self in opened:
@@ -400,7 +401,7 @@ class OptimizerStep:
                 for each, saved in zip(every, snapshots, strict=True)
             ]
             written = [p for each in every for group in each.param_groups for p in group["params"]]
-            written += [tensor for each in every for tensor in state_tensors(each)]
+            written += [tensor for saved in snapshots for tensor in saved.state.held]
             self.copies = Elements(written, reuse)
         elif fused and _lacks_state(optimizer):
             _make_whole_state(optimizer)
@@ -446,6 +447,9 @@ class OptimizerStep:
 
 def _lacks_state(optimizer: Optimizer) -> bool:
     """Whether a fused step has to make state before its kernels run."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    if same_tensors(list(optimizer.state), every) and all(optimizer.state.values()):
+        return False
     return any(
         not optimizer.state.get(parameter)
         for group in optimizer.param_groups

@@ -46,6 +46,25 @@ Kind = Literal[
 ]
 """What a guard can have done; the page ``docs/reference/events.md`` says what each means."""
 
+WHAT_TO_DO: Mapping[Kind, str] = {
+    "rolled_back": "nothing is left half-done: catch the error and go on, or fix its cause",
+    "rollback_failed": "do not train on from this state: load a checkpoint",
+    "overlap": "write operand.clone() at this line, so that PyTorch computes the same",
+    "out_of_range": "look at the data of this line, or at the size of the table it indexes",
+    "miscompiled": "run the reproducer that the warning names, and report it to PyTorch",
+    "unverified": "compare a few steps with those of TORCH_COMPILE_DISABLE=1",
+    "padding_leak": "pass a mask or the true lengths, as the error says",
+    "recompute_refused": "write to the tensor after backward()",
+    "batch_halved": "nothing, or a smaller batch, which saves the attempt that fails",
+    "step_skipped": "look at the loss of this step: the data, the learning rate, the loss scale",
+    "file_kept": "the old file is intact: free space, or fix the path, and save again",
+    "copied_on_write": "make the array writeable, or copy it yourself, if writes are meant",
+    "replicas_differ": "load the last checkpoint, and look for what only some ranks do",
+    "training_setup": "change the setup as the message says before you train on",
+    "guard_skipped": "this guard protects nothing here: update torchguard, or do without it",
+}
+"""What a user can do about each kind."""
+
 logger = logging.getLogger("torchguard")
 
 
@@ -105,8 +124,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_replace_lock)
 
 
-def record(kind: Kind, guard: str, message: str, where: str | None = None) -> None:
-    """Count an event and log it: as a warning the first time at a place, then at level DEBUG.
+def record(
+    kind: Kind, guard: str, message: str, where: str | None = None, *, is_said: bool = False
+) -> None:
+    """Count an event and log it, the first time at a place at level WARNING, then at DEBUG.
+
+    Nothing is said twice: without a handler Python writes what has level WARNING to stderr, where
+    ``warnings.warn`` and tracebacks go too. So an event of which the guard itself warns, or for
+    which it raises an error of its own, has level INFO. An exception that is passed on does not
+    say what the guard did, and the log does.
 
     Call it only where something failed. It never raises: the exception that is on its way to the
     program matters more.
@@ -117,12 +143,14 @@ def record(kind: Kind, guard: str, message: str, where: str | None = None) -> No
         message: one sentence, without the place.
         where: ``"file:line"`` of the user's code; left out, the innermost frame that belongs
             neither to torch nor to torchguard.
+        is_said: whether a warning or an error of torchguard says the same.
     """
     if is_trial():
         return
     with contextlib.suppress(Exception):
         event = _count(kind, guard, message, _place() if where is None else where)
-        level = logging.WARNING if event.count == 1 else logging.DEBUG
+        first = logging.INFO if is_said else logging.WARNING
+        level = first if event.count == 1 else logging.DEBUG
         place = f" ({event.where})" if event.where else ""
         logger.log(level, "%s: %s%s", guard, message, place, extra={"torchguard": event})
 
@@ -191,9 +219,10 @@ def events() -> tuple[Event, ...]:
     program, with a count. If nothing failed, the tuple is empty. At most 1,000 lines are told
     apart; later ones are counted together, with ``where="elsewhere"``. In a notebook it is a table.
 
-    The same events are records of ``logging.getLogger("torchguard")``: ``WARNING`` the first time
-    at a line, ``DEBUG`` after that. Each record has the event as its attribute ``torchguard``.
-    torchguard installs no handler and changes no level.
+    The same events are records of ``logging.getLogger("torchguard")``: the first at a line has
+    level ``WARNING``, or ``INFO`` if a warning or an error of torchguard says the same; later ones
+    have ``DEBUG``. Each record has the event as its attribute ``torchguard``. torchguard installs
+    no handler and changes no level.
 
     Cost:
         Nothing until a guard does something.

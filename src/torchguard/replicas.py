@@ -298,7 +298,7 @@ class Replicas:
 
 def _disagreement(text: str) -> ReplicasDisagreeError:
     """Count the event, and make the error to raise."""
-    record("replicas_differ", "replicas_agree", text)
+    record("replicas_differ", "replicas_agree", text, is_said=True)
     return ReplicasDisagreeError(text)
 
 

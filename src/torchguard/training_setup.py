@@ -23,7 +23,7 @@ _ELEMENTS = 1024  # of a parameter, by which a step is seen to move it
 
 def warn_of_setup(function: str, text: str) -> None:
     """Count the event, and warn at the line of the user's program."""
-    record("training_setup", function, text)
+    record("training_setup", function, text, is_said=True)
     warn_user(f"{function}: {text}", TrainingSetupWarning)
 
 

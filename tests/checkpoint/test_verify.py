@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import pickle
@@ -340,3 +341,47 @@ class TestLoad:
             with pytest.raises(Exception, match=r".") as refused:
                 torchguard.load(tmp_path / name)
             assert not isinstance(refused.value, torchguard.DamagedFileError)
+
+
+def test_files_of_trainers_that_are_cut_off(tmp_path: Path) -> None:
+    """JSON and pickles at every length: only the complete ones are whole."""
+    contents = {
+        "trainer_state.json": json.dumps({"global_step": 3, "losses": [0.5, 0.25]}).encode(),
+        "random_states_0.pkl": pickle.dumps({"step": 3, "numpy": np.arange(9), "text": "a" * 300}),
+    }
+    for name, content in contents.items():
+        for end in range(len(content)):
+            (tmp_path / name).write_bytes(content[:end])
+            assert not torchguard.verify_checkpoint(tmp_path), (name, end)
+        (tmp_path / name).write_bytes(content)
+    torch.save({"a": 1}, tmp_path / "optimizer.bin")
+    found = torchguard.verify_checkpoint(tmp_path)
+    assert found, str(found)
+    assert "was not read" not in str(found)
+
+
+def test_a_pickle_is_not_executed(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "was executed",)
+
+    (tmp_path / "state.pkl").write_bytes(pickle.dumps(Runs()))
+    assert torchguard.verify_checkpoint(tmp_path)
+    assert not (tmp_path / "was executed").exists()
+
+
+def test_what_may_end_anywhere_is_not_called_damaged(tmp_path: Path) -> None:
+    """JSON Lines, two pickles in a file, and what is compressed under the name of a pickle."""
+    torch.save({"a": 1}, tmp_path / "a.pt")
+    (tmp_path / "data.json").write_text('{"a": 1}\n{"a": 2}\n')
+    (tmp_path / "two.pkl").write_bytes(pickle.dumps(1) + pickle.dumps([2]))
+    (tmp_path / "small.pkl").write_bytes(gzip.compress(pickle.dumps(1)))
+    joblib = b"\x80\x04cjoblib.numpy_pickle\nNumpyArrayWrapper\n.\xff\xff\xff"
+    (tmp_path / "scaler.pkl").write_bytes(joblib)
+    assert torchguard.verify_checkpoint(tmp_path), torchguard.verify_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 3, {"a": 1}, b"model.pt"])
+def test_what_is_not_a_path_is_named(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"verify_checkpoint: path is .* expected the path of a"):
+        torchguard.verify_checkpoint(path)

@@ -40,7 +40,7 @@ def test_an_act_loses_on_bare_torch_and_keeps_with_its_guard(
 
 def test_it_says_what_was_lost_and_draws_the_losses(shown: tuple[str, Path]) -> None:
     text, picture = shown
-    assert text.splitlines()[-1].startswith("Lost: 6 of 6 in PyTorch, ")
+    assert text.splitlines()[-2] == "Lost: 6 of 6 in PyTorch, 0 with torchguard"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"the losses: {picture}" in text
 

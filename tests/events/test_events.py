@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 import torchguard
 from torchguard import _events
 from torchguard._events import counts, record, summary
-from torchguard.errors import TorchGuardWarning
+from torchguard.errors import TorchGuardWarning, TrainingSetupWarning
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,35 @@ def test_events_are_counted_by_kind_guard_and_line(caplog: pytest.LogCaptureFixt
     assert "resize: resize_ to 5 failed" in caplog.records[0].getMessage()
     assert counts() == {"rolled_back": 2, "file_kept": 1}
     assert "2 x rolled_back" in summary()
+
+
+def test_an_event_that_something_else_says_is_logged_at_info(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Python's handler of last resort writes what has level WARNING to stderr, as warnings do."""
+    caplog.set_level(logging.DEBUG, "torchguard")
+    x = torch.arange(6.0).reshape(2, 3)
+    with torchguard.install("overlap"), pytest.warns(torchguard.OverlapWarning):
+        x -= x[:, :1]
+    wrong = torchguard.verified(backend=lambda *_: lambda x: (x * 3,))(lambda x: x * 2)
+    with pytest.warns(torchguard.MiscompilationWarning):
+        wrong(torch.ones(2))
+    with torchguard.install("checks"), pytest.raises(IndexError):
+        torch.nn.functional.one_hot(torch.tensor([5]), 3)
+    net = torch.nn.Linear(2, 2)
+    with pytest.warns(TrainingSetupWarning):
+        torchguard.transaction(net, torch.optim.SGD([net.weight], lr=0.1))
+    ours: list[Any] = [entry for entry in caplog.records if entry.name == "torchguard"]
+    kinds = [(entry.levelname, entry.torchguard.kind) for entry in ours]
+    told = ("overlap", "miscompiled", "out_of_range", "training_setup")
+    assert kinds == [("INFO", kind) for kind in told]
+
+
+def test_each_kind_has_an_advice_and_the_page_gives_it() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/reference/events.md").read_text("utf-8")
+    assert set(_events.WHAT_TO_DO) == set(get_args(_events.Kind))
+    for kind, advice in _events.WHAT_TO_DO.items():
+        assert re.search(rf"^\| `{kind}` \| .* \| {re.escape(advice)} \|$", page, re.MULTILINE)
 
 
 def test_nothing_happened_is_an_empty_tuple_and_an_empty_summary() -> None:
@@ -172,6 +202,21 @@ def test_a_wrong_graph_and_a_leak_are_events() -> None:
     with pytest.warns(torchguard.MiscompilationWarning):
         assert wrong(torch.ones(2)).tolist() == [2.0, 2.0]
     assert "double" in _first_event("miscompiled").message
+
+
+def test_plans_and_waste_are_tables_in_a_notebook() -> None:
+    buckets = torchguard.Buckets([4, 8])
+    assert "<tr><td>size</td><td>4</td><td>8</td></tr>" in html_of(buckets)
+    double = torchguard.bucketed(lambda x: 2 * x, dims=({0: "t"},), buckets=buckets)
+    double(torch.ones(3))
+    shown = html_of(double.stats())
+    assert "<tr><th>t</th><th>calls</th></tr><tr><td>4</td><td>1</td></tr>" in shown
+    assert "1 calls, waste 33.3 %" in shown
+
+
+def html_of(shown: Any) -> str:
+    html: str = shown._repr_html_()
+    return html
 
 
 def test_events_and_reports_are_tables_in_a_notebook() -> None:

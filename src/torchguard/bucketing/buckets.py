@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
+from torchguard._events import html_table
 from torchguard._public import public
 from torchguard.bucketing.fit import Cost, best_ladders, costs_of
 from torchguard.bucketing.histogram import (
@@ -170,6 +171,10 @@ class Buckets:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)})"
+
+    def _repr_html_(self) -> str:
+        numbers = map(str, range(1, len(self) + 1))
+        return html_table([["bucket", *numbers], ["size", *map(str, self)]])
 
 
 def total_cost(observed: Observed, cost: Cost, operation: str) -> float:

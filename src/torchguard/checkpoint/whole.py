@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,8 @@ from torchguard.checkpoint.loading import guard_load, record_fault
 from torchguard.errors import DamagedFileError
 
 METADATA = ".metadata"
+_PICKLES = {".pkl", ".pickle"}  # accelerate writes its random states so
+_NOT_READ = "was not read: no format that is known here"
 _GIT_LFS = b"version https://git-lfs"
 _METADATA_NAME = re.compile(r"(__\d+)?\.metadata(\.tmp)?")
 
@@ -68,7 +71,8 @@ def verify_checkpoint(
     sizes and hashes in its manifest, another folder of ``torch.distributed.checkpoint`` with the
     CRC of every tensor, which does not tell shards of two saves apart. Both may lie deeper. Other
     files are compared one by one. A ``.safetensors`` file has no checksums: only its header and its
-    size are compared. ``.metadata`` of DCP is unpickled, as DCP does: verify what you trust.
+    size are compared. JSON is parsed, and a pickle (``.pkl``) is read to its end without being
+    executed. ``.metadata`` of DCP is unpickled, as DCP does: verify what you trust.
 
     Args:
         path: a file, a folder, or a link to one.
@@ -78,6 +82,7 @@ def verify_checkpoint(
         An object that is true if the checkpoint is whole; ``.faults`` names files and tensors.
 
     Raises:
+        TypeError: ``path`` is not a path.
         FileNotFoundError: there is nothing at ``path``.
 
     Cost:
@@ -90,6 +95,11 @@ def verify_checkpoint(
         >>> bool(torchguard.verify_checkpoint(path))
         True
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"verify_checkpoint: path is {path!r} ({type(path).__name__}), expected the path of a "
+            "file or a folder"
+        )
     target = Path(path)
     if not target.exists():
         raise FileNotFoundError(f"verify_checkpoint: there is nothing at {target}")
@@ -291,7 +301,7 @@ def _is_of_dcp(file: Path) -> bool:
 
 
 def _is_known(file: Path) -> bool:
-    return _is_of_dcp(file) or file.suffix == ".safetensors" or _is_of_torch(file)
+    return _is_of_dcp(file) or file.suffix in {".safetensors", *_PICKLES} or _is_of_torch(file)
 
 
 def _is_of_torch(file: Path) -> bool:
@@ -333,7 +343,7 @@ def _of_file(path: Path, limits: list[str]) -> Iterator[str]:
         except RuntimeError as error:
             yield f"{path} can't be read: {error}"
     else:
-        limits.append(f"{path.name} was not read: no format that is known here")
+        yield from _of_other_file(path, limits)
 
 
 def _missing_files(index: Path) -> Iterator[str]:
@@ -344,6 +354,52 @@ def _missing_files(index: Path) -> Iterator[str]:
         return
     missing = (name for name in named if not index.with_name(name).is_file())
     yield from (f"{index.with_name(name)} is missing; {index.name} lists it" for name in missing)
+
+
+def _of_other_file(path: Path, limits: list[str]) -> Iterator[str]:
+    """Look at what trainers write besides tensors."""
+    if path.name == MARK:
+        return  # its manifest was read
+    if path.suffix == ".json":
+        yield from _json_faults(path, limits)
+    elif path.suffix in _PICKLES:
+        yield from _pickle_faults(path, limits)
+    else:
+        limits.append(f"{path.name} {_NOT_READ}")
+
+
+def _json_faults(path: Path, limits: list[str]) -> Iterator[str]:
+    try:
+        json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # JSON Lines, which end anywhere
+            limits.append(f"{path.name} {_NOT_READ}")
+            return
+        yield f"{path} is cut off or damaged: {error}"
+    except (OSError, ValueError) as error:
+        yield f"{path} can't be read: {error}"
+    else:
+        limits.append(f"{path.name} has no checksum; it is complete JSON")
+
+
+def _pickle_faults(path: Path, limits: list[str]) -> Iterator[str]:
+    """Read the opcodes of a pickle up to the last one, ``STOP``; none is executed."""
+    try:
+        with path.open("rb") as file:
+            if file.peek(1)[:1] not in {b"\x80", b""}:  # compressed, or of a protocol before 2
+                limits.append(f"{path.name} {_NOT_READ}")
+                return
+            more = True  # an empty file is cut off; several pickles may follow each other
+            while more:
+                for _, argument, _ in pickletools.genops(file):
+                    if isinstance(argument, str) and argument.startswith("joblib."):
+                        limits.append(f"{path.name} {_NOT_READ}")  # arrays lie between the opcodes
+                        return
+                more = bool(file.peek(1))
+    except (OSError, ValueError) as error:
+        yield f"{path} is cut off or damaged: {error}"
+    else:
+        limits.append(f"{path.name} has no checksum; its pickle is complete, and was not executed")
 
 
 def _open(path: str | os.PathLike[str]) -> None:

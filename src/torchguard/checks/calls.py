@@ -72,7 +72,7 @@ class Site(NamedTuple):
         if self.kind == "divisor":
             text = "an integer can't be divided by zero (ZeroDivisionError)"
         error = _ERRORS[self.kind](f"{self.function}{where}: {self.argument}: {text}{places}")
-        record("out_of_range", "checks", str(error))
+        record("out_of_range", "checks", str(error), is_said=True)
         return error
 
 

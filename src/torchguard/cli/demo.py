@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchguard.cli import DOCUMENTATION, interrupted, write
+from torchguard.cli.terminal import BOLD, DIM, GREEN, RED, Paint, folded
 
 
 class _Act(NamedTuple):
@@ -63,10 +64,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _main(options: argparse.Namespace) -> int:
-    lost = {"bare": 0, "guarded": 0}
+    lost, paint = {"bare": 0, "guarded": 0}, Paint(sys.stdout)
     try:
         for number, act in enumerate(_ACTS, start=1):
-            write(f"{number}. {act.title}\n   {act.code}\n")
+            code = folded(f"   {act.code}", sys.stdout, hang=5)
+            write(f"{paint(f'{number}. {act.title}', BOLD)}\n{code}\n")
             with contextlib.ExitStack() as stack:
                 processes = {way: stack.enter_context(_started(act.name, way)) for way in lost}
                 curves = {}
@@ -74,15 +76,17 @@ def _main(options: argparse.Namespace) -> int:
                     failed, text, curves[way] = _ended(process)
                     lost[way] += failed
                     label = act.guard if way == "guarded" else "PyTorch"
-                    write(f"   {'LOST' if failed else 'kept'}  {label}: {text}\n")
+                    word, color = ("LOST", RED) if failed else ("kept", GREEN)
+                    line = folded(f"   {word}  {label}: {text}", sys.stdout, hang=9)
+                    write(line.replace(word, paint(word, color), 1) + "\n")
             if all(curves.values()):
-                write(f"   {_drawn(curves, options.picture)}\n")
-            write(f"   page: {DOCUMENTATION}{act.page}\n\n")
+                write(folded(f"   {_drawn(curves, options.picture)}", sys.stdout, hang=5) + "\n")
+            write(paint(f"   page: {DOCUMENTATION}{act.page}", DIM) + "\n\n")
     except KeyboardInterrupt:
         return interrupted("demo")
     write(
-        f"Lost: {lost['bare']} of {len(_ACTS)} in PyTorch, {lost['guarded']} with torchguard. "
-        "What else your torch has: python -m torchguard doctor\n"
+        f"Lost: {lost['bare']} of {len(_ACTS)} in PyTorch, {lost['guarded']} with torchguard\n"
+        "Other defects of your PyTorch: python -m torchguard doctor\n"
     )
     return 1 if lost["guarded"] else 0
 

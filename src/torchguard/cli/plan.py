@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from torchguard.bucketing.fit import best_ladders, costs_of
 from torchguard.bucketing.histogram import Observed, batch_maxima, observe
 from torchguard.bucketing.steps import count_steps, full_batches
 from torchguard.cli import interrupted, positive_int, write
+from torchguard.cli.terminal import folded
 
 _COUNTS, _ROWS = 32, 8  # of the table
+_CODE = 76  # columns of what is pasted
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _main(options: argparse.Namespace) -> int:
     try:
-        write("\n".join([*_plan(options), ""]))
+        write("".join(f"{folded(line, sys.stdout, hang=2)}\n" for line in _plan(options)))
     except (OSError, ValueError, TypeError) as error:
         options.parser.error(str(error))  # exits with 2
     except KeyboardInterrupt:
@@ -119,7 +122,7 @@ def _report(
         prices = costs_of(buckets.sizes, options.cost, "plan").tolist()
         epoch = count_steps(items, rows, prices)
         used = zip(epoch.rows, buckets, epoch.counts, strict=True)
-        shapes = ", ".join(f"{rows} x {size}" for rows, size, count in used if count)
+        shapes = ", ".join(f"{rows}x{size}" for rows, size, count in used if count)
         wasted = _percent(epoch.cost / useful - 1)
         lines += [
             f"batches of {options.tokens:,} tokens: {shapes}",
@@ -141,26 +144,24 @@ def _report(
 
 def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:
     """Return the lines of Python that take the buckets."""
-    sizes = list(buckets)
-    dims = "{'input_ids': {1: 't'}, 'labels': {1: 't'}}"
     lines = ["", "to use them, where 't' is the dimension that varies:"]
-    lines += [
-        f"  model = bucketed(model, dims={dims}, buckets={sizes},",
-        "                   mask='attention_mask', fill={'labels': -100}, compile=True)",
-    ]
-    rows = ""
+    sizes = f"  sizes = [{', '.join(map(str, buckets))}]"
+    lines += textwrap.wrap(sizes, _CODE, subsequent_indent=" " * 11)
+    lines.append("  dims = {'input_ids': {1: 't'}, 'labels': {1: 't'}}")
+    batches, rows = "batch_size=32", ()
     if options.tokens is not None:
         cost = "" if options.cost == "linear" else f", cost={options.cost!r}"
-        sampler = f"BucketBatchSampler(lengths, {sizes}, tokens={options.tokens}{cost})"
+        sampler = f"BucketBatchSampler(lengths, sizes, tokens={options.tokens}{cost})"
         lines.append(f"  sampler = {sampler}")
-        rows = ", batch_sizes=sampler.batch_sizes"
-    lines += [
-        f"  collate = BucketCollator({sizes}, {dims},",
-        f"                           mask_key='attention_mask', fill={{'labels': -100}}{rows})",
+        batches, rows = "batch_sampler=sampler", ("batch_sizes=sampler.batch_sizes,",)
+    return [
+        *lines,
+        "  collate = BucketCollator(sizes, dims, mask_key='attention_mask',",
+        *(f"                           {line}" for line in (*rows, "fill={'labels': -100})")),
+        f"  loader = DataLoader(dataset, {batches}, collate_fn=collate)",
+        "  model = bucketed(model, dims=dims, buckets=sizes, mask='attention_mask',",
+        "                   fill={'labels': -100}, compile=True)",
     ]
-    batches = "batch_size=32" if options.tokens is None else "batch_sampler=sampler"
-    lines.append(f"  loader = DataLoader(dataset, {batches}, collate_fn=collate)")
-    return lines
 
 
 def _range(observed: Observed) -> str:

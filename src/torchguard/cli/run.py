@@ -11,12 +11,16 @@ import types
 from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from torchguard.cli import DOCUMENTATION
+from torchguard.cli.terminal import BOLD, DIM, Paint, folded
 
 if TYPE_CHECKING:
     import argparse
 
     from torchguard.patching.guards import GuardName
+    from torchguard.patching.install import Installation
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,8 +31,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="run a program with the guards on",
         description="Install guards, then run a script or a module.",
         epilog="Exit status: the program's own; 2 on bad usage. If a guard did something, a "
-        "summary on stderr says so at the end. Workers forked or spawned by "
-        "multiprocessing have the guards, interpreters started by subprocess do not.",
+        "report on stderr says at the end what happened, where, and what to do. Workers "
+        "forked or spawned by multiprocessing have the guards, interpreters started by "
+        "subprocess do not.",
     )
     parser.add_argument(
         "--guards",
@@ -53,26 +58,47 @@ def _main(options: argparse.Namespace) -> int:
     if options.module is None and not Path(arguments[0]).is_file():
         options.parser.error(f"can't open file {arguments[0]!r}")
     # Before the program is read: `from torch import add` in it has to find what is installed.
-    install_everywhere(guards)
-    _report_at_exit()
+    _report_at_exit(install_everywhere(guards))
     run = _run_script if options.module is None else _run_module
     run(arguments)
     return 0
 
 
-def _report_at_exit() -> None:
-    """Print what the guards did when the program ends; nothing if they did nothing."""
-    from torchguard._events import summary  # noqa: PLC0415 - imports torch, in seconds
-
+def _report_at_exit(installation: Installation) -> None:
+    """Print what the guards did when the program ends; if nothing, at a terminal alone."""
     process = os.getpid()
 
     def report() -> None:
         # A child that the program forked has the counts of its parent.
-        if os.getpid() == process and (text := summary()):
+        if os.getpid() == process:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
-                sys.stderr.write(f"torchguard: during this run\n{text}\n")
+                sys.stderr.write(_report(installation, sys.stderr))
 
     atexit.register(report)
+
+
+def _report(installation: Installation, stream: TextIO) -> str:
+    """Return what was guarded, what happened at which line, and what to do about it."""
+    from torchguard._events import WHAT_TO_DO, events  # noqa: PLC0415 - imports torch, in seconds
+
+    happened, paint = events(), Paint(stream)
+    if not happened and not stream.isatty():
+        return ""
+    guarded = ", ".join(installation.names) or "nothing"
+    times = sum(event.count for event in happened)
+    found = f"{times} event{'s' * (times != 1)}" if happened else "nothing happened"
+    lines = [paint(f"torchguard: {found} in this run; guarded: {guarded}", BOLD)]
+    for name, reason in installation.skipped.items():
+        lines.append(folded(f"  {name} is not on: {reason}", stream, hang=6))
+    here = f"{Path.cwd()}{os.sep}"
+    for event in happened:
+        at = f" at {event.where.removeprefix(here)}" if event.where else ""
+        lines.append(folded(f"  {event.count} x {event.kind}{at}", stream, hang=6))
+        lines.append(folded(f"      {event.guard}: {event.message}", stream, hang=6))
+        lines.append(folded(f"      what to do: {WHAT_TO_DO[event.kind]}", stream, hang=6))
+    if happened:
+        lines.append(paint(f"  more: {DOCUMENTATION}reference/events.html", DIM))
+    return "\n".join((*lines, ""))
 
 
 def _guards(options: argparse.Namespace) -> tuple[GuardName, ...]:
@@ -126,7 +152,7 @@ def _new_main() -> dict[str, Any]:
     return module.__dict__
 
 
-def install_everywhere(guards: tuple[GuardName, ...]) -> None:
+def install_everywhere(guards: tuple[GuardName, ...]) -> Installation:
     """Install the guards here, and in every process that multiprocessing spawns from here.
 
     What multiprocessing sends such a process first is a dictionary; an entry of that which
@@ -135,15 +161,16 @@ def install_everywhere(guards: tuple[GuardName, ...]) -> None:
     from torchguard._environment import is_off  # noqa: PLC0415 - imports torch, in seconds
     from torchguard.patching.install import install  # noqa: PLC0415 - likewise
 
-    install(*guards)
+    installation = install(*guards)
     if is_off():
-        return
+        return installation
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         return {**original(name), "torchguard": _InWorker(guards)}
 
     spawn.get_preparation_data = get_preparation_data
+    return installation
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import textwrap
 from typing import TextIO
 
 _WIDEST = 100  # longer lines are hard to read
@@ -21,6 +22,19 @@ def width() -> int:
 def shortened(text: str, columns: int) -> str:
     """Return a text that fits; a dot at its end says that something is left out."""
     return text if len(text) <= columns else text[: columns - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def folded(text: str, stream: TextIO, hang: int = 0) -> str:
+    """Return lines that fit a terminal, below their own beginning; elsewhere each as it is.
+
+    ``hang`` is how far the second line of a text is indented.
+    """
+    if not stream.isatty():
+        return text
+    fold = textwrap.TextWrapper(
+        width(), subsequent_indent=" " * hang, break_on_hyphens=False, break_long_words=False
+    )
+    return "\n".join(fold.fill(line) for line in text.splitlines())
 
 
 class Paint:

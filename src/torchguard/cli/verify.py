@@ -6,9 +6,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchguard.cli import interrupted, write
+from torchguard.cli.terminal import GREEN, RED, Paint, folded
 
 if TYPE_CHECKING:
     import argparse
+
+    from torchguard.checkpoint.whole import CheckpointCheck
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,10 +42,19 @@ def _main(options: argparse.Namespace) -> int:
             continue
         except KeyboardInterrupt:
             return interrupted("verify")
-        write(f"{found}\n")
+        write(f"{_shown(found)}\n")
         status = max(status, int(not found))
     return status
 
 
+def _shown(found: CheckpointCheck) -> str:
+    """Return the verdict, colored, and below it what is wrong and what was not compared."""
+    verdict, *lines = str(found).splitlines()
+    verdict = Paint(sys.stdout)(folded(verdict, sys.stdout, hang=2), GREEN if found else RED)
+    return "\n".join([verdict, *(folded(line, sys.stdout, hang=4) for line in lines)])
+
+
 def _progress(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" + "\n" * (done == total))
+    shown = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if done < total else ""
+    sys.stderr.write(f"\r\x1b[K{shown}")
+    sys.stderr.flush()

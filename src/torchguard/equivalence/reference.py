@@ -70,7 +70,8 @@ class Said:
 
     def record(self) -> None:
         """Count the event."""
-        record("overlap", "overlap", self._text, where=f"{self._place[0]}:{self._place[1]}")
+        place = f"{self._place[0]}:{self._place[1]}"
+        record("overlap", "overlap", self._text, place, is_said=True)
 
 
 # ---- a graph ----

@@ -189,7 +189,8 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             viewed = _viewed.get(storage_key(tensor.untyped_storage()))
         if viewed is None or (tensor.requires_grad and not tensor.is_leaf):  # that one raises
             return original(tensor)
-        record("copied_on_write", "numpy", "a tensor that numpy looks at was sent as a copy")
+        what = "a tensor that numpy looks at was sent as a copy"
+        record("copied_on_write", "numpy", what, is_said=True)
         warnings.warn(
             "a tensor was sent to another process as a copy, because a numpy array is a view of "
             "its memory: neither process sees what the other one writes. Call share_memory_() "

@@ -454,7 +454,7 @@ def _of_this_torch(reason: str) -> str:
 
 def _warn_of(reasons: dict[str, str]) -> None:
     for name, reason in reasons.items():
-        record("guard_skipped", name, reason)
+        record("guard_skipped", name, reason, is_said=True)
         warn_user(
             f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
         )

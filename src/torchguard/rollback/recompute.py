@@ -222,9 +222,8 @@ class Block:
             for name, each in top.named_parameters()
             if each is tensor
         )
-        record(
-            "recompute_refused", "recompute", f"{block} reads a tensor written since its first run"
-        )
+        what = f"{block} reads a tensor written since its first run"
+        record("recompute_refused", "recompute", what, is_said=True)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [{tensor.type()} {list(tensor.shape)}], "

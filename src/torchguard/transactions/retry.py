@@ -97,7 +97,8 @@ def run(
         # attempt, and these hold its activations (pytorch.org/docs/stable/notes/faq.html).
         empty_caches()
         size, halved = (size + 1) // 2, True
-        record("batch_halved", "transaction", f"memory ran out; the next parts have {size} samples")
+        what = f"memory ran out; the next parts have {size} samples"
+        record("batch_halved", "transaction", what, is_said=True)  # by the warning above
 
 
 def _explain(error: BaseException, *, is_one_sample: bool) -> None:

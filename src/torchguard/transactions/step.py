@@ -285,13 +285,13 @@ class Transaction:
         try:
             block.settle(exception)  # also if the block has caught what optimizer.step() raised
         except UnrecoverableStepError as error:
-            record("rollback_failed", "transaction", str(error))
+            record("rollback_failed", "transaction", str(error), is_said=True)
             raise
         if exception is not None and not block.all_have_stepped():
             name = type(exception).__name__
             if problems := block.roll_back():
                 text = f"the training step could not be rolled back: {'; '.join(problems)}"
-                record("rollback_failed", "transaction", text)
+                record("rollback_failed", "transaction", text, is_said=True)
                 raise UnrecoverableStepError(text) from exception
             self._rollbacks[name] += 1
             record("rolled_back", "transaction", f"a training step was rolled back after {name}")

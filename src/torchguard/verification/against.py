@@ -174,7 +174,7 @@ class AgainstPython:
             more.insert(0, f"last right comparison: {self._calls - self._right} calls ago")
         text = message_of(record, head, found, action, *more)
         self._runs = replacement(action, text, self.as_python, self.compiled)
-        record_event("miscompiled", "verified", f"{head} wrong")
+        record_event("miscompiled", "verified", f"{head} wrong", is_said=True)
         if action != "raise":
             warn_user(text, MiscompilationWarning)
 

@@ -192,7 +192,8 @@ class GraphCheck:
         if self.record.status == "unverified":
             say_unverified(self.record)
         if warning is not None:
-            record("miscompiled", "verified", warning.partition("\n")[0].rstrip(":"))
+            what = warning.partition("\n")[0].rstrip(":")
+            record("miscompiled", "verified", what, is_said=True)
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
             warn_at_compiled_call(warning, MiscompilationWarning)
         return function(*inputs)

@@ -182,7 +182,7 @@ def say_unverified(graph: GraphRecord) -> None:
         return
     _unverified.add(function)
     said = f"verified could not check {graph.function} ({graph.place}): {graph.reason}"
-    record("unverified", "verified", said)
+    record("unverified", "verified", said, is_said=True)
     text = (
         f"{said}. It runs as it was compiled. If you depend on it, compare a few steps with those "
         "of TORCH_COMPILE_DISABLE=1; torchguard.verification_report() lists every such graph"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchguard._events import html_table
 from torchguard._public import public
 
 
@@ -75,6 +76,13 @@ class BucketedStats:
             shown = ", ".join("x".join(map(str, sizes)) for sizes in self.proven)
             lines.append(f"padding is proven for {shown}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        first, _, *rest = str(self).splitlines()
+        hits = sorted(self.hits.items())
+        rows = [(" x ".join(map(str, sizes)), f"{count:,}") for sizes, count in hits]
+        below = "; ".join([first, *rest[len(rows) :]])
+        return html_table([(" x ".join(self.axes), "calls"), *rows], below)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+from torchguard._absent import ABSENT
 from torchguard._torch import is_torchs_own, skip_frames
 from torchguard._torch.replacement import remember_original, replacement_of
 from torchguard._torch.slots import empty_sequence_slot
@@ -27,9 +28,6 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 Replacements = Mapping[str, "Make | property"]
 """What to put at each path. A property is an attribute that the class does not have itself."""
-
-ABSENT: Any = object()
-"""Stands for an attribute that is not there."""
 
 lock = threading.RLock()
 """Held by whoever reads the table in order to change it."""

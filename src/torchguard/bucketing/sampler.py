@@ -130,7 +130,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         The pass after one that has handed out its last batch is the next epoch.
         """
         caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, BatchSampler) and caller.sampler is self:
+        taken: Any = caller.sampler if type(caller) is BatchSampler else None  # accelerate derives
+        if taken is self:
             raise TypeError(
                 f"{_NAME}: it was given as sampler, whose items are indices, and it yields lists "
                 "of them: pass DataLoader(dataset, batch_sampler=...) without batch_size"

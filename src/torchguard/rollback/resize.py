@@ -11,7 +11,6 @@ call to torch is in the guard itself, so that a traceback gains one line and no 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import operator
 import sys
@@ -25,6 +24,7 @@ from torch.overrides import (
     has_torch_function_unary,
 )
 
+from torchguard._absent import ABSENT
 from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import overriding, patch, untyped_storage_of, without_torch_function
@@ -33,8 +33,6 @@ from torchguard.state.process import roll_back
 from torchguard.state.tensors import Snapshot, bytes_needed, capture
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 SWITCH = patch.Switch()
 """Whether the guard "resize" is on."""
@@ -179,8 +177,8 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
     # together they halve what a call pays that does not grow.
     def resize_(  # noqa: C901  in one frame
         self: torch.Tensor,
-        size: Any = _ABSENT,
-        second: Any = _ABSENT,
+        size: Any = ABSENT,
+        second: Any = ABSENT,
         /,
         *rest: Any,
         **options: Any,
@@ -200,7 +198,7 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
             # number that is no int belongs to a compiler: comparing it would be a guard.
             try:
                 count = size
-                if second is not _ABSENT:
+                if second is not ABSENT:
                     count = size * second if type(second) is int and second >= 0 else sys.maxsize
                 held = self.numel()
                 fits = type(held) is int and (
@@ -211,11 +209,11 @@ def guard_resize_(  # noqa: C901  in one frame: a traceback gains one line
             except RuntimeError:  # a layout without strides
                 fits = False
             if fits:
-                if second is _ABSENT:
+                if second is ABSENT:
                     return original(self, size)  # type: ignore[no-any-return]
                 return original(self, size, second)  # type: ignore[no-any-return]
 
-        sizes = tuple([each for each in (size, second, *rest) if each is not _ABSENT])
+        sizes = tuple([each for each in (size, second, *rest) if each is not ABSENT])
         saved = _begin(self, operation, sizes or (options.get("size"),)) if switch.on else None
         try:
             if helper:
@@ -298,35 +296,27 @@ def _fail(saved: Snapshot, operation: str, *, once: bool = False) -> None:
         record("rolled_back", "resize", f"{operation} failed")
 
 
-def _runs(guard: Any) -> Callable[[_Function], _Function]:
-    """Let what is decorated describe ``guard``, which is called in its place: no frame more."""
-
-    def named(described: _Function) -> _Function:
-        functools.update_wrapper(guard, described)
-        guard.__signature__ = inspect.signature(described)
-        del guard.__wrapped__  # nothing is to find the way to what is never called
-        return guard  # type: ignore[no-any-return]
-
-    return named
+_safe_resize_ = guard_resize_(torch.Tensor.resize_, helper=True)
 
 
 @public
-@_runs(guard_resize_(torch.Tensor.resize_, helper=True))
 def safe_resize_(
     tensor: _Tensor,
     /,
-    *size: int | Sequence[int],
+    *sizes: int | Sequence[int],
+    size: Sequence[int] | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> _Tensor:
     """Resize a tensor in place; if that fails, nothing about it has changed.
 
-    Equals ``tensor.resize_(*size, memory_format=...)`` on success, and returns ``tensor``. On
+    Equals ``tensor.resize_(*sizes, memory_format=...)`` on success, and returns ``tensor``. On
     failure the exception is PyTorch's, and shape, stride, storage offset, storage, version counter
     and every other alias of the storage are restored.
 
     Args:
         tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
-        *size: the new size, as integers or as one sequence of integers.
+        *sizes: the new size, as integers or as one sequence of integers.
+        size: the same by name.
         memory_format: as for ``Tensor.resize_``.
 
     Raises:
@@ -348,7 +338,10 @@ def safe_resize_(
         ...     print(t)
         tensor([0, 1, 2, 3])
     """
-    raise NotImplementedError
+    options: dict[str, Any] = {} if size is None else {"size": size}
+    if memory_format is not torch.contiguous_format:  # torch's kernels for some dtypes take none
+        options["memory_format"] = memory_format
+    return _safe_resize_(tensor, *sizes, **options)  # type: ignore[no-any-return]
 
 
 @public
@@ -389,9 +382,9 @@ def safe_resize_as_(
 def safe_set_(
     tensor: _Tensor,
     source: torch.Tensor | torch.UntypedStorage | torch.TypedStorage | None = None,
-    storage_offset: int = _ABSENT,
-    size: Sequence[int] = _ABSENT,
-    stride: Sequence[int] = _ABSENT,
+    storage_offset: int = ABSENT,
+    size: Sequence[int] = ABSENT,
+    stride: Sequence[int] = ABSENT,
 ) -> _Tensor:
     """Let a tensor view another storage; if that fails, it keeps its old one.
 
@@ -426,5 +419,5 @@ def safe_set_(
     """
     given = {"storage_offset": storage_offset, "size": size, "stride": stride}
     arguments: dict[str, Any] = {} if source is None else {"source": source}
-    arguments |= {name: value for name, value in given.items() if value is not _ABSENT}
+    arguments |= {name: value for name, value in given.items() if value is not ABSENT}
     return _safe_set_(tensor, **arguments)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchguard._absent import ABSENT
 from torchguard._pytree import ATOMS, names_in
 from torchguard._torch import base_of, version_of
 from torchguard._torch.eager import members_of
@@ -36,9 +37,6 @@ _CONTAINERS = (dict, list, deque, set)
 _PLAIN = (*ATOMS, torch.dtype, torch.device, torch.Size)
 _OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
 """The attributes in which every module keeps members and hooks."""
-
-_MISSING: Any = type("nothing", (), {"__repr__": lambda _: "nothing"})()
-"""Stands for a value that one run has and the other does not."""
 
 
 @dataclass
@@ -130,9 +128,9 @@ class Reached:
             found.results = {path: _copied(leaf) for path, leaf in results.items()}
             now = dict(_leaves(_walk(self._roots)))
             found.state = {
-                path: _copied(now.get(path, _MISSING))
+                path: _copied(now.get(path, ABSENT))
                 for path in {**self.before, **now}
-                if self._is_changed(self.before.get(path, _MISSING), now.get(path, _MISSING))
+                if self._is_changed(self.before.get(path, ABSENT), now.get(path, ABSENT))
             }
             found.writes = {
                 path: (version_of(leaf) or 1) - (self._versions.get(id(leaf)) or 0)
@@ -186,9 +184,9 @@ def differences_of(
 
     def outcome(run: Run) -> Outcome:
         before = run.reached.before
-        after = [run.state.get(path, before.get(path, _MISSING)) for path in state]
+        after = [run.state.get(path, before.get(path, ABSENT)) for path in state]
         return Outcome(
-            outputs=[_comparable(run.results.get(path, _MISSING)) for path in results],
+            outputs=[_comparable(run.results.get(path, ABSENT)) for path in results],
             inputs=list(map(_comparable, after)),
             before=[before.get(path) if path in written else None for path in state],
             writes={place: written.get(path, 1) for place, path in enumerate(state)},

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from torchguard import _torch
+from torchguard._absent import ABSENT
 from torchguard._pytree import KeyPath, flatten, key_paths, keystr, unflatten
 from torchguard._torch import ShapeFormula, SymbolicSizes
 from torchguard.bucketing.decorator.shape import (
@@ -298,22 +299,18 @@ Slices: TypeAlias = tuple[tuple[int, tuple[Narrow, ...]], ...]
 # ---- in every call ----
 
 
-UNKNOWN: Any = object()
-"""What :func:`slice_output` returns for an output of a kind that was not seen yet."""
-
-
 def slice_output(known: Mapping[Any, Slices], whole: Any) -> Any:
-    """Take the real part of an output; ``UNKNOWN`` if it is not known yet what that is."""
+    """Take the real part of an output; ``ABSENT`` if it is not known yet what that is."""
     if type(whole) is torch.Tensor:
         # Outputs of one route may differ in shape: a branch on data, or a loss in place of logits.
         slices = known.get(whole.shape)
         if slices is None:
-            return UNKNOWN
+            return ABSENT
         return _slice(whole, slices[0][1]) if slices else whole
     leaves, key = _flatten(whole)
     slices = known.get(key)
     if slices is None:
-        return UNKNOWN
+        return ABSENT
     for index, steps in slices:
         leaves[index] = _slice(leaves[index], steps)
     return unflatten(leaves, whole)

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from torchguard import _torch
+from torchguard._absent import ABSENT
 from torchguard._events import record, warn_user
 from torchguard._pytree import flatten, reachable_modules, unflatten
 from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.graphs import COMPILE_LOCK, RECOMPILE_LIMIT, Compiler, Graph
 from torchguard.bucketing.decorator.proof import prove
 from torchguard.bucketing.decorator.real import (
-    UNKNOWN,
     FlatOutput,
     OutputShapes,
     Slices,
@@ -161,7 +161,7 @@ class Runner:
             output = _cloned(output)
         if route.pads:
             sliced = slice_output(route.slices, output)
-            output = self.learn(route, call, output) if sliced is UNKNOWN else sliced
+            output = self.learn(route, call, output) if sliced is ABSENT else sliced
         self.counts.add(route.shape.real, route.shape.bucket, real, route.padded)
         return output
 

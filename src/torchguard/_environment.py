@@ -6,6 +6,7 @@ import functools
 import os
 
 from torchguard._events import logger
+from torchguard._public import message
 
 SWITCH = "TORCHGUARD"
 CHOICE = "TORCHGUARD_GUARDS"
@@ -29,7 +30,8 @@ def is_off() -> bool:
 def _say_so() -> None:
     """Log one line for the process."""
     value = os.environ.get(SWITCH)
-    logger.info("%s=%s in the environment: install() and guarded() do nothing", SWITCH, value)
+    text = f"{SWITCH}={value} in the environment: install() and guarded() do nothing"
+    logger.info(message("switched-off", text))
 
 
 def chosen() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from torchguard._public import message as message_of
 from torchguard._public import public
 from torchguard.errors import TorchGuardWarning
 
@@ -125,7 +126,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def record(
-    kind: Kind, guard: str, message: str, where: str | None = None, *, is_said: bool = False
+    kind: Kind,
+    guard: str,
+    message: str,
+    where: str | None = None,
+    *,
+    entry: str | None = None,
+    is_said: bool = False,
 ) -> None:
     """Count an event and log it, the first time at a place at level WARNING, then at DEBUG.
 
@@ -143,6 +150,7 @@ def record(
         message: one sentence, without the place.
         where: ``"file:line"`` of the user's code; left out, the innermost frame that belongs
             neither to torch nor to torchguard.
+        entry: the heading of ``docs/reference/messages.md``; left out, that of the kind.
         is_said: whether a warning or an error of torchguard says the same.
     """
     if is_trial():
@@ -152,7 +160,8 @@ def record(
         first = logging.INFO if is_said else logging.WARNING
         level = first if event.count == 1 else logging.DEBUG
         place = f" ({event.where})" if event.where else ""
-        logger.log(level, "%s: %s%s", guard, message, place, extra={"torchguard": event})
+        text = message_of(entry or kind.replace("_", "-"), f"{guard}: {message}{place}")
+        logger.log(level, "%s", text, extra={"torchguard": event})
 
 
 def _count(kind: Kind, guard: str, message: str, where: str) -> Event:
@@ -296,9 +305,12 @@ def user_line_of(stack_trace: str | None) -> str:
     return ""
 
 
-def warn_user(text: str, category: type[Warning] = TorchGuardWarning) -> None:
-    """Warn at the innermost line that is neither of torch nor of torchguard."""
+def warn_user(entry: str, text: str, category: type[Warning] = TorchGuardWarning) -> None:
+    """Warn at the innermost line that is neither of torch nor of torchguard.
+
+    ``entry`` is the heading of ``docs/reference/messages.md`` that explains it.
+    """
     frame, level = sys._getframe(1), 2
     while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    warnings.warn(message_of(entry, text), category, stacklevel=level)

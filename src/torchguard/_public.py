@@ -9,7 +9,20 @@ from typing import Any, NoReturn, TypeVar, cast
 __version__ = "0.1.0"
 """The one place that says which version this is."""
 
+DOCUMENTATION = "https://torchguard.github.io/torchguard/"
+
 _Object = TypeVar("_Object")
+
+
+def address(entry: str) -> str:
+    """Return where a message is explained: a heading of ``docs/reference/messages.md``."""
+    return f"{DOCUMENTATION}reference/messages.html#{entry}"
+
+
+def message(entry: str, text: str) -> str:
+    """Return the text of a warning or of a line of the log, with the address of its entry."""
+    end = "\n" if "\n" in text else ". "
+    return f"torchguard: {text}{end}See {address(entry)}"
 
 
 def public(named: _Object) -> _Object:

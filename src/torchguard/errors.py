@@ -6,12 +6,17 @@ catch are at the front door too, as ``torchguard.DamagedFileError``.
 
 from collections.abc import Iterable
 
-from torchguard._public import public
+from torchguard._public import address, public
 
 
 @public
 class TorchGuardError(Exception):
     """Base class of every exception that torchguard itself raises."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if hasattr(self, "add_note"):  # not on Python 3.10
+            self.add_note(f"See {address(type(self).__name__.lower())}")
 
 
 # Each is also what torch or Python raises in such a case, so that code which catches that goes on

@@ -187,20 +187,20 @@ class Replicas:
         for rank, (first, found) in gathered.items():
             if found != batches.get(first, found):
                 raise _disagreement(
-                    f"replicas_agree: ranks {first} and {rank} share a batch and have other samples"
+                    f"ranks {first} and {rank} share a batch and have other samples"
                 )
         owner: dict[int, int] = {}
         for first, found in sorted(batches.items()):
             twice = [one for one, other in itertools.pairwise(found) if one == other]
             if twice:
                 raise _disagreement(
-                    f"replicas_agree: rank {first} has sample {twice[0]} twice in one batch: its "
+                    f"rank {first} has sample {twice[0]} twice in one batch: its "
                     "loader's workers share a seed, or it samples with replacement"
                 )
             for sample in found:
                 if owner.setdefault(sample, first) != first:
                     raise _disagreement(
-                        f"replicas_agree: ranks {owner[sample]} and {first} both have sample "
+                        f"ranks {owner[sample]} and {first} both have sample "
                         f"{sample}; give each its part, with a DistributedSampler"
                     )
 
@@ -290,7 +290,7 @@ class Replicas:
         sets = " | ".join(", ".join(map(str, ranks)) for ranks in alike.values())
         count, names = len({name for name, _ in differing}), len({name for name, _ in held})
         raise _disagreement(
-            f"replicas_agree: {first} is not the same on all ranks: ranks {sets} hold other bits. "
+            f"{first} is not the same on all ranks: ranks {sets} hold other bits. "
             f"{count} of {names} tensors differ. Load the last checkpoint, or broadcast the "
             "parameters from one rank, and look for what only some ranks do"
         )
@@ -299,7 +299,7 @@ class Replicas:
 def _disagreement(text: str) -> ReplicasDisagreeError:
     """Count the event, and make the error to raise."""
     record("replicas_differ", "replicas_agree", text, is_said=True)
-    return ReplicasDisagreeError(text)
+    return ReplicasDisagreeError(f"replicas_agree: {text}")
 
 
 _Named = tuple[str, Any, Any]

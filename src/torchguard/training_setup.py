@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ _SHOWN = 3  # names
 _ELEMENTS = 1024  # of a parameter, by which a step is seen to move it
 
 
-def warn_of_setup(function: str, text: str) -> None:
+def warn_of_setup(entry: str, text: str, function: str = "transaction") -> None:
     """Count the event, and warn at the line of the user's program."""
-    record("training_setup", function, text, is_said=True)
-    warn_user(f"{function}: {text}", TrainingSetupWarning)
+    record("training_setup", function, text, entry=entry, is_said=True)
+    warn_user(entry, f"{function}: {text}", TrainingSetupWarning)
 
 
 def warn_of_parameters(
@@ -49,22 +49,29 @@ def warn_of_parameters(
     used = {id(p) for p in given if p.requires_grad}
     if used and used <= of_norms < known and not missing:
         warn_of_setup(
-            function,
+            "only-norms-are-trained",
             f"only norms are trained{frozen(models)}. If you chose them by their names, look at "
             "model.named_parameters()",
+            function,
         )
     if not missing or not held:
         return
-    text = f"no optimizer has {_named(models, missing)}"
-    stale = len(held - known)
+    missed, stale = _named(models, missing), len(held - known)
     if stale:
-        text += (
-            f"; and an optimizer has {stale} parameters that are not in the model. If a part of "
-            "the model was replaced after the optimizer was made, make the optimizer again"
+        warn_of_setup(
+            "optimizer-of-other-parameters",
+            f"no optimizer has {missed}; and an optimizer has {stale} parameters that are not in "
+            "the model. If a part of the model was replaced after the optimizer was made, make "
+            "the optimizer again",
+            function,
         )
     else:
-        text += ". Freeze them with requires_grad_(False), or pass the optimizer that has them"
-    warn_of_setup(function, text)
+        warn_of_setup(
+            "parameters-without-an-optimizer",
+            f"no optimizer has {missed}. Freeze them with requires_grad_(False), or pass the "
+            "optimizer that has them",
+            function,
+        )
 
 
 def frozen(models: Iterable[nn.Module]) -> str:
@@ -80,6 +87,13 @@ def _named(models: Iterable[nn.Module], parameters: Sequence[Tensor]) -> str:
     shown = [names.get(id(each), "one of no model") for each in parameters[:_SHOWN]]
     more = ", ..." if len(parameters) > _SHOWN else ""
     return f"{len(parameters)} trainable parameters of the model: {', '.join(shown)}{more}"
+
+
+class _Fault(NamedTuple):
+    """What there is to warn of."""
+
+    entry: str
+    text: str
 
 
 class FirstSteps:
@@ -104,14 +118,14 @@ class FirstSteps:
 
     def after_step(self) -> bool:
         """Warn of what is wrong, and return whether this was the second step."""
-        found: list[str | None] = []
+        found: list[_Fault | None] = []
         with contextlib.suppress(Exception):
             found = call_unseen(self._look)
-        for text in filter(None, found):
-            warn_of_setup("transaction", text)
+        for fault in filter(None, found):
+            warn_of_setup(*fault)
         return self._steps > 1
 
-    def _look(self) -> list[str | None]:
+    def _look(self) -> list[_Fault | None]:
         if getattr(self._optimizer, "found_inf", False):
             return []  # a fused kernel has skipped the step
         self._steps += 1
@@ -127,25 +141,27 @@ class FirstSteps:
         return [stuck, uncleared(self._optimizer, self._added_to)]
 
 
-def missing_gradients(models: Sequence[nn.Module], optimizer: Optimizer) -> str | None:
+def missing_gradients(models: Sequence[nn.Module], optimizer: Optimizer) -> _Fault | None:
     """Say which parameters have no gradient in the first step."""
     without = [p for p in _parameters(optimizer) if p.requires_grad and p.grad is None]
     if not without:
         return None
-    return (
+    return _Fault(
+        "parameters-without-a-gradient",
         f"the first step of {type(optimizer).__name__} had no gradient for "
         f"{_named(models, without)}. If no batch uses them, freeze them or leave them out of the "
-        "optimizer"
+        "optimizer",
     )
 
 
-def unscaled(scaler: Any, optimizer: Optimizer) -> str | None:
+def unscaled(scaler: Any, optimizer: Optimizer) -> _Fault | None:
     """Say that the transaction was given a GradScaler that has scaled no loss."""
     if scaler is None or has_scaled(scaler) or not scaler.is_enabled():
         return None
-    return (
+    return _Fault(
+        "gradscaler-that-scales-nothing",
         f"{type(optimizer).__name__} has stepped, and the GradScaler has scaled no loss: write "
-        "scaler.scale(loss).backward() and scaler.step(optimizer), or leave out scaler="
+        "scaler.scale(loss).backward() and scaler.step(optimizer), or leave out scaler=",
     )
 
 
@@ -155,24 +171,28 @@ _Sampled = tuple[Tensor, Any, Tensor]
 
 def unmoved(
     models: Sequence[nn.Module], optimizer: Optimizer, before: list[_Sampled], *, is_first: bool
-) -> str | None:
+) -> _Fault | None:
     """Say which parameters have a gradient and are where they were before the first step."""
     visible = [each for each in before if _has_to_move(*each)]
     stuck = [p for p, _, elements in visible if torch.equal(_sample(p), elements)]
     # Some optimizers (SOAP) move nothing in their first step.
     if not stuck or (is_first and len(stuck) == len(visible)):
         return None
-    name = type(optimizer).__name__
-    return f"{name}.step() did not move {_named(models, stuck)}; they have a gradient"
+    return _Fault(
+        "parameters-that-do-not-move",
+        f"{type(optimizer).__name__}.step() did not move {_named(models, stuck)}; they have a "
+        "gradient",
+    )
 
 
-def uncleared(optimizer: Optimizer, added_to: list[bool]) -> str | None:
+def uncleared(optimizer: Optimizer, added_to: list[bool]) -> _Fault | None:
     """Say that gradients of the second step were added to those of the first, if all were."""
     if not added_to or not all(added_to):
         return None
-    return (
+    return _Fault(
+        "gradients-not-cleared",
         f"the gradients that {type(optimizer).__name__} has used in its first step were not "
-        "cleared before those of the second were added: call zero_grad() in each step"
+        "cleared before those of the second were added: call zero_grad() in each step",
     )
 
 
@@ -216,16 +236,17 @@ class StepsOutside:
         self._found += 1
         if self._found > 1:  # the first may be of a warm-up
             self.say_once(
+                "steps-outside-the-block",
                 f"{type(optimizer).__name__} steps outside of the block, so the transaction "
-                "guards nothing: move backward and optimizer.step() into `with step:`"
+                "guards nothing: move backward and optimizer.step() into `with step:`",
             )
 
-    def say_once(self, text: str) -> None:
+    def say_once(self, entry: str, text: str) -> None:
         """Warn of steps that the transaction does not guard."""
         self.are_looked_for = False
         if not self._is_said:
             self._is_said = True
-            warn_of_setup("transaction", text)
+            warn_of_setup(entry, text)
 
 
 def _watch(parameter: Tensor, added_to: list[bool]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import torchguard
 from support.small_training import Case, Training, bits
+from torchguard.errors import TorchGuardWarning
 
 
 class StopHere(Exception):  # noqa: N818  no error of the program's
@@ -56,14 +57,14 @@ class TestResumeWithAnotherNumberOfDevices:
         state = self.state()
         del state["random"]["cuda:1"]
         _, _, step, _, _ = training()
-        with pytest.warns(RuntimeWarning, match="no state of the generator cuda:1"):
+        with pytest.warns(TorchGuardWarning, match="no state of the generator cuda:1"):
             step.load_state_dict(state)
 
     def test_more_were_visible(self) -> None:
         state = self.state()
         state["random"]["cuda:7"] = state["random"]["cuda:1"]
         _, _, step, _, _ = training()
-        with pytest.warns(RuntimeWarning, match="generator cuda:7"):
+        with pytest.warns(TorchGuardWarning, match="generator cuda:7"):
             step.load_state_dict(state)
 
     def test_that_of_the_training_is_required(self) -> None:

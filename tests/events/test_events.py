@@ -43,7 +43,11 @@ def test_events_are_counted_by_kind_guard_and_line(caplog: pytest.LogCaptureFixt
     levels = [entry.levelname for entry in caplog.records]
     assert levels == ["WARNING", "DEBUG", "WARNING"]
     assert caplog.records[1].torchguard == first  # type: ignore[attr-defined]
-    assert "resize: resize_ to 5 failed" in caplog.records[0].getMessage()
+    said = caplog.records[0].getMessage()
+    assert said.startswith("torchguard: resize: resize_ to 5 failed (")
+    assert said.endswith(
+        " See https://torchguard.github.io/torchguard/reference/messages.html#rolled-back"
+    )
     assert counts() == {"rolled_back": 2, "file_kept": 1}
     assert "2 x rolled_back" in summary()
 

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_files": {"errors"},
     "_torch": FOUNDATION,
     "_events": {"_public", "errors"},
-    "_environment": {"_events"},
+    "_environment": {"_events", "_public"},
     "assignment": {"equivalence", *TORCH},
     "state": TORCH,
     "equivalence": {"state", *TORCH},

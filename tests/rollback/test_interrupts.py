@@ -154,7 +154,7 @@ def test_a_step_that_torch_refuses_is_a_warning() -> None:
     def refused() -> None:
         raise RuntimeError("no memory")
 
-    with pytest.warns(TorchGuardWarning, match=r"^could not: no memory$"):
+    with pytest.warns(TorchGuardWarning, match=r"^torchguard: could not: no memory\. See http\S+$"):
         tensors.warn_if_refused(refused, failure="could not")
 
 

@@ -234,7 +234,9 @@ def test_each_call_of_a_line_is_named_with_its_shapes() -> None:
         warnings.simplefilter("default")
         for size in (12, 12, 15):
             line(torch.arange(float(size)))
-    named = [re.match(r"(\w+) reads .* of shape (\(\d+,\))", str(w.message)) for w in caught]
+    named = [
+        re.match(r"torchguard: (\w+) reads .* of shape (\(\d+,\))", str(w.message)) for w in caught
+    ]
     assert [m and m.groups() for m in named] == [
         ("sub_", "(11,)"), ("copy_", "(10,)"), ("sub_", "(9,)")
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from torchguard.errors import NonResizableStorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.filterwarnings("ignore", "error:torchguard could not")
+pytestmark = pytest.mark.filterwarnings("ignore", "error:torchguard. could not")
 SLOW = pytest.mark.slow
 
 

@@ -106,7 +106,7 @@ class TestOutOfMemory:
             *((7, 9, 2, [4, 3]), (7, 9, 3, [3, 3, 1]), (7, 9, 99, [1] * 7)),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:a batch of . samples")
+    @pytest.mark.filterwarnings("ignore:.*a batch of . samples")
     def test_runs_the_batch_in_parts_whose_gradient_is_that_of_the_whole(
         self, samples: int, limit: int, parts: int, sizes: list[int], scale: float | None
     ) -> None:
@@ -131,7 +131,9 @@ class TestOutOfMemory:
             made.step.run(made.too_large_for(4), made.batch, retry="halve")
         assert made.sizes == [8, 4, 4, 4, 4, 4, 4]
         (said,) = [str(warning.message) for warning in recwarn]
-        assert said.startswith("a batch of 8 samples ran out of memory; it was run in parts of 4")
+        assert said.startswith(
+            "torchguard: a batch of 8 samples ran out of memory; it was run in parts of 4"
+        )
         assert "parts of 4 samples" in made.step.guarantee
 
     @pytest.mark.parametrize(("retry", "expected"), [("halve", [8, 4, 2, 1]), (None, [8])])

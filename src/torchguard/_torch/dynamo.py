@@ -16,6 +16,7 @@ import torch
 import wrapt
 
 from torchguard._events import frame_of_user
+from torchguard._public import message
 from torchguard._torch.schemas import private
 
 DYNAMO = "torch._dynamo"
@@ -192,12 +193,13 @@ def compiling_outside_dynamo() -> Iterator[None]:
 _EVAL_FRAME = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 
 
-def warn_at_compiled_call(text: str, category: type[Warning]) -> None:
+def warn_at_compiled_call(entry: str, text: str, category: type[Warning]) -> None:
     """Warn at the line that has called into compiled code; the inner lines are the code's own."""
     innermost = frame = frame_of_user()
     while frame is not None and frame.f_code.co_filename != _EVAL_FRAME:
         frame = frame.f_back
     frame = (None if frame is None else frame_of_user(frame)) or innermost
+    text = message(entry, text)
     if frame is None:
         warnings.warn(text, category, stacklevel=2)
         return

@@ -235,9 +235,10 @@ class BucketBatchSampler(Sampler[list[int]]):
             return
         self._warned = True
         warn_user(
+            "items-without-a-length",
             f"{_NAME}: lengths has {items} items, and the dataset of the DataLoader has {there}: "
             f"the last {there - items} are never drawn. Pass the length of each item; to leave "
-            f"them out, give the DataLoader torch.utils.data.Subset(dataset, range({items}))"
+            f"them out, give the DataLoader torch.utils.data.Subset(dataset, range({items}))",
         )
 
     def _refuse_another_sharding(self, caller: Any) -> None:

@@ -193,9 +193,10 @@ def _warn_of_other_names(link: Path, keep: int | None) -> None:
     if len(once) >= keep:
         name = link.with_name(re.sub(r"\d+", "", link.name).strip("-_.=") or "checkpoint")
         warn_user(
+            "keep-counts-one-path",
             f"checkpoint_folder: keep={keep} counts the folders of one path, and {len(once)} with "
             f"other numbers than {link.name} stay, such as {min(once)}. Save to one path, as in "
-            f"checkpoint_folder({str(name)!r}, keep={keep}): it leads to the newest"
+            f"checkpoint_folder({str(name)!r}, keep={keep}): it leads to the newest",
         )
 
 
@@ -398,6 +399,7 @@ def _warn_after_crash(link: Path, abandoned: list[str]) -> None:
     whole = ", ".join(f"{link.name}.{number}" for number in numbers(link)) or "none"
     leads = f"{link} leads to {os.readlink(link)}" if link.is_symlink() else "there is no link"
     warn_user(
+        "stopped-while-writing",
         f"checkpoint_folder: a process was stopped while it wrote {link}. Removed: "
         f"{', '.join(abandoned)}. Whole are: {whole}; {leads}",
     )

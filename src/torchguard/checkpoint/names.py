@@ -25,9 +25,10 @@ def warn_if_none_fits(module: torch.nn.Module, state: Mapping[str, Any], result:
     own = _names_of(module)
     if own:
         warn_user(
+            "nothing-loaded",
             "load_state_dict: strict=False, and nothing was loaded: the state has "
             f"{_listed(state)}, this {type(module).__name__} has {_listed(own)}. "
-            + (hint_for(module, state) or "Load the state of a model of this kind")
+            + (hint_for(module, state) or "Load the state of a model of this kind"),
         )
 
 

@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from torchguard._public import DOCUMENTATION as DOCUMENTATION
+
 _FAILED, _CANT_WRITE = 70, 74  # EX_SOFTWARE and EX_IOERR of sysexits.h
-DOCUMENTATION = "https://torchguard.github.io/torchguard/"
 
 
 def positive_int(text: str) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torchguard.errors import TorchGuardWarning
+from torchguard._events import warn_user
 
 Family = Literal["memory", "compile", "gradient"]
 
@@ -94,7 +93,7 @@ def all_defects() -> list[Defect]:
         try:
             module = importlib.import_module(file.name)
         except ImportError as error:  # of a name that another PyTorch does not have
-            warnings.warn(f"{file.name} is left out: {error}", TorchGuardWarning, stacklevel=2)
+            warn_user("probes-left-out", f"{file.name} is left out: {error}")
             continue
         # Every defect that a file defines counts: there is no second list to forget it in.
         defects += [value for value in vars(module).values() if isinstance(value, Defect)]

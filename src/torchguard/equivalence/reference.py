@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchguard._events import frame_of_user, is_trial, record
+from torchguard._public import message
 from torchguard._torch import is_kept_whole
 from torchguard._torch.checkpointing import is_checkpoint, run_checkpointed
 from torchguard.equivalence.operands import Overlap, may_write, separated
@@ -50,6 +51,7 @@ class Said:
             f"{overlap.written}{f', in `{code}`' if code else ''}. torchguard has "
             "copied it first; PyTorch may compute another result. Write `operand.clone()`"
         )
+        self._shown = message("overlap", self._text)
 
     def warn(self) -> None:
         """Warn, once per call of the program unless filters say otherwise.
@@ -59,14 +61,14 @@ class Said:
         """
         if is_trial():
             return
-        text, registry = _said.setdefault(self._call, (self._text, {}))
+        text, registry = _said.setdefault(self._call, (self._shown, {}))
         if registry.keys() <= {"version"}:  # a loop may come with other shapes, and says it once
-            text = self._text
+            text = self._shown
             _said[self._call] = text, registry
         try:
             warnings.warn_explicit(text, OverlapWarning, *self._place, registry=registry)
         except OverlapWarning:
-            raise OverlapWarning(self._text) from None
+            raise OverlapWarning(self._shown) from None
 
     def record(self) -> None:
         """Count the event."""

@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 import torchguard
 from torchguard._events import logger, record
+from torchguard._public import message
 from torchguard.checkpoint.folder import seal
 from torchguard.checkpoint.whole import CheckpointCheck
 from torchguard.errors import UnrecoverableStepError, add_note, is_out_of_memory
@@ -318,7 +319,8 @@ class RetryMixin:
         try:
             trainer._save_checkpoint(trainer.model, None)
         except Exception:  # noqa: BLE001 - the one on its way is the one to see
-            logger.exception("RetryTrainer: no checkpoint of the last complete step was written")
+            text = "RetryTrainer: no checkpoint of the last complete step was written"
+            logger.exception(message("no-checkpoint-written", text))
             return
         add_note(
             error,
@@ -371,7 +373,7 @@ def _newest_complete(folder: Path) -> str | None:
         check = _check(found[number])
         if check is not None and check:
             for fault in faults:
-                logger.warning("RetryTrainer: left out %s", fault)
+                logger.warning(message("checkpoint-left-out", f"RetryTrainer: left out {fault}"))
             return str(found[number])
         faults.append(str(found[number] if check is None else check))
     if faults:

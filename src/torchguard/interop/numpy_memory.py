@@ -8,7 +8,6 @@ made by ``t.numpy()`` points at (https://github.com/pytorch/pytorch/issues/51849
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -18,9 +17,9 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from torchguard._events import record
+from torchguard._events import record, warn_user
 from torchguard._torch import patch, storage_key, without_torch_function
-from torchguard.errors import ReadOnlyMemoryError, SharedViewError, TorchGuardWarning
+from torchguard.errors import ReadOnlyMemoryError, SharedViewError
 from torchguard.state.tensors import extent
 
 # ---- from memory of others to a tensor ----
@@ -191,12 +190,11 @@ def _guard_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensor)
         what = "a tensor that numpy looks at was sent as a copy"
         record("copied_on_write", "numpy", what, is_said=True)
-        warnings.warn(
+        warn_user(
+            "copied-on-write",
             "a tensor was sent to another process as a copy, because a numpy array is a view of "
             "its memory: neither process sees what the other one writes. Call share_memory_() "
             "before numpy() to share it",
-            TorchGuardWarning,
-            stacklevel=2,
         )
         copy = tensor.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):

@@ -454,9 +454,10 @@ def _of_this_torch(reason: str) -> str:
 
 def _warn_of(reasons: dict[str, str]) -> None:
     for name, reason in reasons.items():
-        record("guard_skipped", name, reason, is_said=True)
+        record("guard_skipped", name, f"it does not protect: {reason}", is_said=True)
         warn_user(
-            f"torchguard: the guard {name!r} is off, because it does not protect: {reason}",
+            "guard-skipped",
+            f"the guard {name!r} is off, because it does not protect: {reason}",
         )
 
 
@@ -467,7 +468,8 @@ def _warn_if_newer() -> None:
     if version > NEWEST_TESTED_TORCH:
         newest = ".".join(map(str, NEWEST_TESTED_TORCH))
         warn_user(
-            f"torchguard: torch {torch.__version__} is newer than {newest}, the newest that this "
+            "torch-newer-than-tested",
+            f"torch {torch.__version__} is newer than {newest}, the newest that this "
             "version of torchguard is tested with. Each guard is tried when it is installed, and "
             "is left out if it does not protect",
         )

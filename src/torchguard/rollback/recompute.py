@@ -46,7 +46,6 @@ from torchguard._torch.checkpointing import (
     run_to_the_end,
 )
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
-from torchguard.errors import TorchGuardWarning
 from torchguard.state.containers import generators_in, restore_container, same_objects
 from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
@@ -132,10 +131,10 @@ class Block:
         calls_rrelu = any(map(_names_rrelu, self._objects)) or any(map(_calls_rrelu, kinds))
         if calls_rrelu and generator is not None and not run_to_the_end(generator):
             warn_user(
-                "torchguard: a checkpointed block calls rrelu, and this PyTorch does not say where "
+                "rrelu-in-a-checkpoint",
+                "a checkpointed block calls rrelu, and this PyTorch does not say where "
                 "its second run stops: its gradients may be wrong. Call the block without "
                 "checkpoint",
-                TorchGuardWarning,
             )
 
     def end(self) -> None:
@@ -197,11 +196,12 @@ class Block:
         for each in self._left():
             if each.grad_fn is not None and id(each) not in known:
                 warn_user(
+                    "tensor-left-by-a-checkpoint",
                     f"safe_checkpoint: use_reentrant=True, and {_name_of(self.function)} leaves a "
                     f"tensor of shape {tuple(each.shape)} in a dict, a list or an attribute: what "
                     "is computed from it sends no gradient back to the block. Write "
                     "use_reentrant=False, or return the tensor; leave tensor.detach() there if it "
-                    "is only looked at"
+                    "is only looked at",
                 )
                 break
         return result

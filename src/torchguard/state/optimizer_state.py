@@ -84,9 +84,10 @@ def _by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Mapp
         if theirs is not ours:
             side = "the state has" if ours is None else "the optimizer has"
             warn_user(
+                "optimizer-state-by-order",
                 f"load_state_dict: {side} names of parameters, the other side has none, so the "
                 f"state goes to the parameters of {kind} by their order; make both from "
-                "model.named_parameters()"
+                "model.named_parameters()",
             )
     elif set(theirs) != set(ours):
         lacking, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
@@ -178,9 +179,10 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
             was_cast = True
     if was_cast:
         warn_user(
+            "optimizer-state-cast",
             f"load_state_dict: {type(optimizer).__name__} of PyTorch can't step with the dtype in "
             "which its state was saved, so the state was cast to the dtype of the parameters: "
-            "load it before you change that, or leave the state out"
+            "load it before you change that, or leave the state out",
         )
 
 

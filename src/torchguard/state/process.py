@@ -327,9 +327,9 @@ def _generators_on(kind: str, module: Any) -> dict[str, Access]:
     get_state, set_state = (getattr(module, f"{do}_rng_state", None) for do in ("get", "set"))
     if get_state is None or set_state is None:
         warn_user(
-            f"torchguard: torch.{kind} has no get_rng_state and set_rng_state, so random numbers "
+            "device-without-random-state",
+            f"torch.{kind} has no get_rng_state and set_rng_state, so random numbers "
             f"on {kind} are neither saved, nor drawn again after a step is rolled back",
-            RuntimeWarning,
         )
         return {}
     if not inspect.signature(get_state).parameters:  # one device: MPS

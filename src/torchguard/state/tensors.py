@@ -104,7 +104,7 @@ class Snapshot(NamedTuple):
         version = self.version if version is None else version
         attempt = partial(
             warn_if_refused,
-            failure=f"torchguard could not restore a tensor of shape {tuple(self.size)}",
+            failure=f"could not restore a tensor of shape {tuple(self.size)}",
         )
         with without_torch_function():
             if autograd is not None:
@@ -355,7 +355,7 @@ def note_refused(failure: str, error: Exception) -> None:
     """Say which step of a rollback has failed: the program's own exception is the one to raise."""
     found = _failures.get()
     if found is None:
-        warn_user(f"{failure}: {error}")
+        warn_user("not-restored", f"{failure}: {error}")
     else:
         found.append(f"{failure}: {error}")
 
@@ -564,7 +564,8 @@ def _what_is_not_restored() -> str | None:
 
 if (_reason := _what_is_not_restored()) is not None:
     warn_user(
-        f"torchguard: on torch {torch.__version__} a tensor can't be restored after a failure: "
+        "tensors-are-not-protected",
+        f"on torch {torch.__version__} a tensor can't be restored after a failure: "
         f"{_reason}. What restores tensors (safe_resize_, rollback_on_error, transaction and "
         "others) does not protect them",
     )

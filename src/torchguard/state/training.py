@@ -292,7 +292,7 @@ class TrainingSnapshot:
             try:
                 undo()
             except Exception as error:  # noqa: BLE001  whatever it is
-                note_refused("torchguard could not restore a part of the training", error)
+                note_refused("could not restore a part of the training", error)
 
     def _undos(self) -> Iterator[Callable[[], Any]]:
         """Yield what restores each kind of state, in the order in which that has to happen."""

@@ -207,7 +207,7 @@ class Block:
                 "over its parameters: pass every optimizer to transaction()"
             )
             if self._pending is None and not _is_guarded(optimizer):
-                self.guarded.outside.say_once(self._foreign)
+                self.guarded.outside.say_once("optimizer-not-given", self._foreign)
 
     # The end of the block.
 

@@ -195,13 +195,18 @@ def random_calls(
         raise ValueError(
             f"load_state_dict: the state has no generator {', '.join(lacking)}, which is in use"
         )
-    for names, what in (
-        (gone, "the state has {}, which is not visible here: it is left out"),
-        (new, "the state has no state of {}, which is visible here: it stays as it is"),
-    ):
-        if names:
-            text = what.format(f"the generator {', '.join(sorted(names))}")
-            warn_user(f"load_state_dict: {text}", RuntimeWarning)
+    if gone:
+        warn_user(
+            "generator-not-restored",
+            f"load_state_dict: the state has the generator {', '.join(sorted(gone))}, which is not "
+            "visible here: it is left out",
+        )
+    if new:
+        warn_user(
+            "generator-not-restored",
+            f"load_state_dict: the state has no state of the generator {', '.join(sorted(new))}, "
+            "which is visible here: it stays as it is",
+        )
     return [
         partial(set_state, _restored(state[name]))
         for name, (_, set_state) in generators.items()

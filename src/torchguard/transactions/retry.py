@@ -6,7 +6,6 @@ import contextlib
 import gc
 import math
 import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -14,10 +13,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchguard._events import record
+from torchguard._events import record, warn_user
 from torchguard._torch.eager import versions_of
 from torchguard.errors import (
-    TorchGuardWarning,
     UnrecoverableStepError,
     add_note,
     is_out_of_memory,
@@ -86,11 +84,10 @@ def run(
         else:
             if halved and size != step.part_size:
                 step.part_size = size  # the batches after it begin with it, and do not warn
-                warnings.warn(
+                warn_user(
+                    "batch-halved",
                     f"a batch of {samples} samples ran out of memory; it was run in parts of "
                     f"{size}, and the batches after it are too",
-                    TorchGuardWarning,
-                    stacklevel=3,
                 )
             return loss
         # Outside of the except clause: until there the exception holds the frames of the failed
@@ -152,9 +149,10 @@ def _update(
         if last is not None and scheduler.last_epoch == last + 1 and not guarded.loop_steps_too:
             guarded.loop_steps_too = True
             warn_of_setup(
-                "run",
+                "scheduler-stepped-twice",
                 f"it steps {type(scheduler).__name__}, and your loop has stepped it too: the "
                 "learning rate changes twice in each step. Leave out your scheduler.step()",
+                "run",
             )
         if isinstance(scheduler, ReduceLROnPlateau):
             assert metric is not None  # _check has asked

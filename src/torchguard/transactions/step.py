@@ -268,7 +268,7 @@ class Transaction:
         if self._guarded.training.optimizers and is_accumulating():
             self._guarded.accumulation_is_known = True
             warn_of_setup(
-                "transaction",
+                "accumulation-not-restored",
                 "accelerate's accumulate() counts micro-batches, and a rollback does not restore "
                 "its counter, so a batch that is run again shifts every later step: pass "
                 "transaction(..., also=accelerator)",

@@ -176,7 +176,7 @@ class AgainstPython:
         self._runs = replacement(action, text, self.as_python, self.compiled)
         record_event("miscompiled", "verified", f"{head} wrong", is_said=True)
         if action != "raise":
-            warn_user(text, MiscompilationWarning)
+            warn_user("miscompiled", text, MiscompilationWarning)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ class GraphCheck:
             what = warning.partition("\n")[0].rstrip(":")
             record("miscompiled", "verified", what, is_said=True)
             # Not under the lock: who shows warnings may call anything. As an error it comes out.
-            warn_at_compiled_call(warning, MiscompilationWarning)
+            warn_at_compiled_call("miscompiled", warning, MiscompilationWarning)
         return function(*inputs)
 
     def _look(self, inputs: tuple[Any, ...]) -> str | None:

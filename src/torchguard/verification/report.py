@@ -181,13 +181,14 @@ def say_unverified(graph: GraphRecord) -> None:
     if graph.status != "unverified" or function in _unverified or is_trial() or is_off():
         return
     _unverified.add(function)
-    said = f"verified could not check {graph.function} ({graph.place}): {graph.reason}"
+    said = f"could not check {graph.function} ({graph.place}): {graph.reason}"
     record("unverified", "verified", said, is_said=True)
     text = (
-        f"{said}. It runs as it was compiled. If you depend on it, compare a few steps with those "
-        "of TORCH_COMPILE_DISABLE=1; torchguard.verification_report() lists every such graph"
+        f"verified {said}. It runs as it was compiled. If you depend on it, compare a few "
+        "steps with those of TORCH_COMPILE_DISABLE=1; torchguard.verification_report() lists "
+        "every such graph"
     )
-    warn_at_compiled_call(text, UnverifiedWarning)
+    warn_at_compiled_call("unverified", text, UnverifiedWarning)
 
 
 def message_of(

@@ -285,9 +285,10 @@ class Runner:
                 raise
             # Each call comes at a bucket's size, and the function may take no other.
             warn_user(
+                "padding-not-checked",
                 f"bucketed: the padding of {self.spec.name} can't be checked, because a call that "
                 f"has arrived padded ({real.shape}) does not run without it: "
-                f"{type(error).__name__}: {error}. check_padding='never' says that it is right"
+                f"{type(error).__name__}: {error}. check_padding='never' says that it is right",
             )
             return True
         if leak is not None:
@@ -338,9 +339,10 @@ class Runner:
         differ = [label for label, count in values.items() if count > 1]
         labels = ", ".join(differ) or "grad mode, autocast or the structure"
         warn_user(
+            "compiled-too-often",
             f"bucketed: {self.spec.name} was compiled {len(compiled_for)} times for {route.shape}, "
             f"because {labels} differs from call to call: numbers, texts and sizes that dims does "
-            "not name are compiled in. Pass a number as a tensor, name a size in dims"
+            "not name are compiled in. Pass a number as a tensor, name a size in dims",
         )
 
     def called_from_compiled_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -354,11 +356,12 @@ class Runner:
         if not asked and not self._warned_of_compiling_around:
             self._warned_of_compiling_around = True
             warn_user(
+                "bucketed-in-compiled-code",
                 f"bucketed: a compiled function calls {self.spec.name}, which runs uncompiled: "
                 "torch.compile stops at a bucketed function, so that what it compiles is padded. "
                 "Let bucketed compile each bucket: bucketed(..., compile=True), or compile={'mode':"
                 " ...} with torch.compile's arguments (in place of torch.compile around it, or of "
-                "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled"
+                "TrainingArguments(torch_compile=True)); compile=False keeps it uncompiled",
             )
         return self(args, kwargs)
 

@@ -31,8 +31,9 @@ def warm_up(caller: Runner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     spec = caller.spec
     if caller.compiler is None and not caller.says_compile:
         warn_user(
+            "warmup-without-compile",
             f"bucketed: warmup() has nothing to compile: {spec.name} runs uncompiled. Pass "
-            "compile=True to bucketed"
+            "compile=True to bucketed",
         )
     call = Call.of(spec, caller.owner, args, kwargs)
     shape = shape_of(replace(spec, ladders=dict.fromkeys(spec.ladders)), call, ())
@@ -71,7 +72,8 @@ def _prove(
             if _complete(caller, *_resized(caller, call, inputs, sizes), buckets):
                 return
         except PaddingLeakError as error:
-            warn_user(f"{error}. Found by warmup(); a call with such padding will raise it")
+            text = f"{error}. Found by warmup(); a call with such padding will raise it"
+            warn_user("padding-leak", text)
             return
         except Exception as error:
             if is_out_of_memory(error):  # another, such as of an input too short, is for its call

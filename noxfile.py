@@ -1,10 +1,10 @@
 """The suite on what is supported: ``nox -s matrix`` for torch, ``nox -s pythons`` for Python.
 
-Each version is a download of gigabytes, so this is not part of CI. What a session
-finds goes to ``.nox/results``; ``python docs/make_compatibility.py`` turns that into
-the table of ``docs/project/compatibility.md``. The tests are those of ``make test``, without what
-does not depend on a version (``tests/repository``: pages, records, layout, package). Options after
-``--`` go to pytest: ``-k resize`` for a part, ``-m ""`` for the slow tests too.
+Each version is a download of gigabytes, so this is not part of a pull request's CI, which runs it
+every week. What a session finds goes to ``.nox/results``; ``python docs/make_compatibility.py``
+turns that into the table of ``docs/project/compatibility.md``. The tests are those of ``make
+test``, without what does not depend on a version (``tests/repository``: pages, records, layout,
+package). Options after ``--`` go to pytest: ``-k resize`` for a part, ``-m ""`` for the slow tests.
 """
 
 from pathlib import Path

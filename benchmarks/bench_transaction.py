@@ -124,7 +124,7 @@ BENCHMARK = Benchmark(
         Table(
             {
                 "": "{what}",
-                "transaction": "{held:bytes}",
+                "transaction": "{held:held}",
                 "a deep copy": "{deepcopy:bytes}",
                 "parameters": "{parameters:bytes}",
                 "buffers": "{buffers:bytes}",

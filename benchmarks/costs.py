@@ -65,18 +65,23 @@ FIRST_CALL = Cost(
 WEIGHTS = Cost(
     "the first step of a `verified` model whose weights dominate", "verified", "weights", time="",
     ratio="", part="weights",
-    memory="peak {plain_weights.median:.1f} → {checked_weights.median:.1f} times the weights",
+    memory="peak {plain_weights.median:.1f} → {checked_weights.median:.1f}× the weights",
 )  # fmt: skip
 WEIGHTS_DROPOUT = replace(WEIGHTS, what="the same, with dropout", id="weights, dropout")
 MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
-ALL_GUARDS, WORST = (
-    Cost(f'{step}, `install("all")`', "end_to_end", "all", time="", ratio=f"{{{of}:.2f}} times")
+ALL_GUARDS, ALL_COMPILED, WORST = (
+    Cost(f'{step}, `install("all")`', "end_to_end", "all", time="", ratio=f"{{{of}:times}}")
     for step, of in (
-        ("a training step of a decoder", "decoder, training, eager"),
+        ("a training step of a decoder, eager", "decoder, training, eager"),
+        ("the same, compiled", "decoder, training, compiled"),
         ("the slowest of twelve steps: {worst step}", "worst"),
     )
 )
+NOISE = Cost(
+    "their noise: PyTorch against itself, the slowest of twelve steps: {worst step}", "end_to_end",
+    "none", time="", ratio="{worst:times}",
+)  # fmt: skip
 RESIZE = (
     Cost("`safe_resize_`, the same size", "resize", "same-size-helper"),
     Cost("`safe_resize_`, growing by 1 MB", "resize", "grow-1mb"),
@@ -101,8 +106,8 @@ TRANSACTION = (
     Cost("instead of it, both state dicts copied", "transaction", "tiny-deepcopy-foreach"),
 )
 CHECKPOINT = (
-    Cost("`save` of 1 GB", "checkpoint", "save-1024MB", memory=OLD),
-    Cost("`save` of 1 GB, `fsync=True`", "checkpoint", "save-1024MB-fsync", memory=OLD),
+    Cost("`save` of 1 GB, `fsync=False`", "checkpoint", "save-1024MB", memory=OLD),
+    Cost("`save` of 1 GB, default (`fsync=True`)", "checkpoint", "save-1024MB-fsync", memory=OLD),
     Cost("`load` of 1 GB, checksums compared", "checkpoint", "load-1024MB"),
     Cost("`load_state_dict` of ResNet-50", "checkpoint", "load_state_dict-resnet-50"),
     Cost("`checkpoint_folder`, 1 GB sharded", "checkpoint", "save-shards", memory=OLD),
@@ -130,11 +135,19 @@ COSTS = (
     Cost("`import torchguard` after `import torch`", "import", "import torchguard",
          time="{clock_ms.median:.1f} ms", ratio=""),
     ALL_GUARDS,
+    ALL_COMPILED,
     WORST,
+    NOISE,
 )  # fmt: skip
 """The page's rows, in its order."""
 
 README = (FUSED, FIRST_CALL, ALL_GUARDS)
+
+
+_MEDIANS = (
+    "Times are medians of rounds in which both sides take turns. A ratio is the median of the "
+    "ratios of the rounds, so it can differ from the quotient of the two times."
+)
 
 
 def table(costs: Iterable[Cost], newest: Newest) -> str:
@@ -147,7 +160,7 @@ def table(costs: Iterable[Cost], newest: Newest) -> str:
     parts = [
         markdown(HEADER, here),
         f"On a GPU:\n\n{markdown(HEADER, there)}" if there else "Not tested on a GPU yet.",
-        f"Medians, measured {'; '.join(made)}." if made else "",
+        f"{_MEDIANS} Measured {'; '.join(made)}." if made else "",
     ]
     return "\n\n".join(filter(None, parts))
 

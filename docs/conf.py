@@ -47,7 +47,7 @@ html_theme_options: dict[str, Any] = {
 }
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
-autodoc_typehints = "none"  # signatures show them; a second list would only repeat them
+autodoc_typehints = "signature"
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

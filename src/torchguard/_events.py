@@ -159,6 +159,8 @@ def record(
         event = _count(kind, guard, message, _place() if where is None else where)
         first = logging.INFO if is_said else logging.WARNING
         level = first if event.count == 1 else logging.DEBUG
+        if not logger.isEnabledFor(level):
+            return
         place = f" ({event.where})" if event.where else ""
         text = message_of(entry or kind.replace("_", "-"), f"{guard}: {message}{place}")
         logger.log(level, "%s", text, extra={"torchguard": event})

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 """The one place that says which version this is."""
 
 DOCUMENTATION = "https://torchguard.github.io/torchguard/"

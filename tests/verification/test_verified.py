@@ -16,7 +16,7 @@ from torch import nn
 from support.child_process import run_python
 from support.miscompiling import inputs, one_value, spoiling, verified_backend, workload
 from torchguard import MiscompilationWarning, verified
-from torchguard.defects.probes.gradients import _RunningNorm
+from torchguard.defects.probes.gradients import _RunningVariance
 from torchguard.equivalence.compare import same_strides
 from torchguard.errors import MiscompilationError
 from torchguard.verification.check import GraphCheck
@@ -173,10 +173,10 @@ def test_warn_runs_the_wrong_graph_and_says_so_once() -> None:
 
 
 def test_the_reproducer_shows_the_difference(tmp_path: Path) -> None:
-    norm = verified(backend="aot_eager")(_RunningNorm())
+    norm = verified(backend="aot_eager")(_RunningVariance())
     with pytest.warns(MiscompilationWarning) as caught:
         norm(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).backward()
-    script = tmp_path / "reproducers" / "_RunningNorm.py"
+    script = tmp_path / "reproducers" / "_RunningVariance.py"
     assert f"reproducer: {script}" in str(caught[0].message)
     assert "torchguard" not in script.read_text()
     done = run_python(script.read_text(), folder=tmp_path)
@@ -441,7 +441,9 @@ def test_the_warning_names_what_was_decorated_and_the_backend() -> None:
     """The last statement is in ``inner``, and torch.compile has done nothing wrong."""
     with pytest.warns(MiscompilationWarning) as caught:
         verified(backend=off_by_one)(Tripling())(torch.ones(3))
-    first = f"the backend off_by_one (torch {torch.__version__}) compiled Tripling wrong:"
+    first = (
+        f"torchguard: the backend off_by_one (torch {torch.__version__}) compiled Tripling wrong:"
+    )
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 2  # one on each side of the graph break
     for text in texts:

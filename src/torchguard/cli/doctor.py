@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.add_argument("--family", choices=FAMILIES, help="probe this family only")
     parser.add_argument(
-        "--jobs", metavar="N", type=int, help="processes side by side (default: cores)"
+        "--jobs", metavar="N", type=int, help="processes side by side (default: cores, at most 8)"
     )
     parser.add_argument(
         "--timeout",

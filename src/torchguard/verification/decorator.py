@@ -156,7 +156,7 @@ def verified(
             or that is verified already with other options.
         ValueError: an argument is none of those it can be.
 
-    Upstream: https://github.com/pytorch/pytorch/issues/197829
+    Upstream: https://github.com/pytorch/pytorch/pull/197039
 
     Cost:
         Each graph runs three times instead of once in its first call, on copies of its inputs.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchguard.defects.probes import gradient_defect, issues
 
 
-class _RunningNorm(torch.nn.Module):
+class _RunningVariance(torch.nn.Module):
     """Scales by the variance of the batches so far, then counts this one in."""
 
     variance: Tensor
@@ -42,7 +42,7 @@ def buffer_update() -> str | None:
     AOTAutograd's min-cut partitioner saves the buffer for the backward pass and recomputes there
     what forward had read from it, after forward has written it within the graph.
     """
-    eager = _RunningNorm()
+    eager = _RunningVariance()
     compiled = copy.deepcopy(eager)
     batch = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     (want,) = torch.autograd.grad(eager(batch), eager.weight)

@@ -87,7 +87,7 @@ class _File:
         name, args = _name(node.func), node.args
         if name.startswith("record") and len(args) > 2:  # noqa: PLR2004 - kind, guard, text
             if all(each.arg != "entry" for each in node.keywords):
-                by = args[1].value if isinstance(args[1], ast.Constant) else GAP
+                by = _constant(args[1])
                 for text in self._rendered(args[2], scope):
                     yield Text(ast.literal_eval(args[0]).replace("_", "-"), f"{by}: {text}", "")
         elif name in _SAYS and args and isinstance(args[0], ast.Constant):
@@ -95,7 +95,7 @@ class _File:
             kind = (named or [_SAYS[name]])[0]
             by = "transaction: " if kind == "TrainingSetupWarning" else ""
             if by and len(args) > 2:  # noqa: PLR2004 - the function that was called
-                by = f"{args[2].value if isinstance(args[2], ast.Constant) else GAP}: "
+                by = f"{_constant(args[2])}: "
             for text in self._rendered(args[1], scope):
                 yield Text(str(args[0].value), by + text, kind)
         elif name in _RAISES and args:
@@ -164,6 +164,10 @@ def is_known(text: str) -> bool:
 
 def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _constant(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else GAP
 
 
 def _is_direct(node: ast.Call) -> bool:

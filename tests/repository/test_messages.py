@@ -102,7 +102,11 @@ def _compiled_too_often() -> None:
     def scale(x: torch.Tensor, other: Any) -> torch.Tensor:
         return x * (other if isinstance(other, int) else other.sum())
 
-    options = {"dims": {"x": {0: "t"}}, "buckets": [4], "compile": {"backend": "eager"}}
+    options: dict[str, Any] = {
+        "dims": {"x": {0: "t"}},
+        "buckets": [4],
+        "compile": {"backend": "eager"},
+    }
     function = torchguard.bucketed(scale, **options)
     for other in (*range(10), *(torch.ones(size) for size in range(2, 12))):
         function(torch.ones(3), other)

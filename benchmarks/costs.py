@@ -144,12 +144,6 @@ COSTS = (
 README = (FUSED, FIRST_CALL, ALL_GUARDS)
 
 
-_MEDIANS = (
-    "Times are medians of rounds in which both sides take turns. A ratio is the median of the "
-    "ratios of the rounds, so it can differ from the quotient of the two times."
-)
-
-
 def table(costs: Iterable[Cost], newest: Newest) -> str:
     """Lay the rows out, on a CPU and, if a record has them, on a GPU."""
     chosen = [*costs]
@@ -160,7 +154,9 @@ def table(costs: Iterable[Cost], newest: Newest) -> str:
     parts = [
         markdown(HEADER, here),
         f"On a GPU:\n\n{markdown(HEADER, there)}" if there else "Not tested on a GPU yet.",
-        f"{_MEDIANS} Measured {'; '.join(made)}." if made else "",
+        f"Medians of rounds, ratios too (not quotients of times), measured {'; '.join(made)}."
+        if made
+        else "",
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-
 Family = Literal["memory", "compile", "gradient"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)

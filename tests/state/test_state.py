@@ -114,7 +114,7 @@ class Registry(OrderedDict[str, type]):
     """Makes an object when asked, as transformers' table of activations does."""
 
     def __getitem__(self, key: str) -> object:  # type: ignore[override]
-        return super().__getitem__(key)("needed")  # type: ignore[call-arg]
+        return super().__getitem__(key)("needed")
 
     def __delitem__(self, key: str) -> None:
         raise AssertionError("nobody calls it")

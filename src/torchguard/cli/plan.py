@@ -148,12 +148,12 @@ def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:
     sizes = f"  sizes = [{', '.join(map(str, buckets))}]"
     lines += textwrap.wrap(sizes, _CODE, subsequent_indent=" " * 11)
     lines.append("  dims = {'input_ids': {1: 't'}, 'labels': {1: 't'}}")
-    batches, rows = "batch_size=32", ()
+    batches, rows = "batch_size=32", list[str]()
     if options.tokens is not None:
         cost = "" if options.cost == "linear" else f", cost={options.cost!r}"
         sampler = f"BucketBatchSampler(lengths, sizes, tokens={options.tokens}{cost})"
         lines.append(f"  sampler = {sampler}")
-        batches, rows = "batch_sampler=sampler", ("batch_sizes=sampler.batch_sizes,",)
+        batches, rows = "batch_sampler=sampler", ["batch_sizes=sampler.batch_sizes,"]
     return [
         *lines,
         "  collate = BucketCollator(sizes, dims, mask_key='attention_mask',",

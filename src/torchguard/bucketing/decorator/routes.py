@@ -292,7 +292,7 @@ class Runner:
             )
             return True
         if leak is not None:
-            record("padding_leak", "bucketed", leak.what)
+            record("padding_leak", "bucketed", leak.what, is_said=True)
             raise PaddingLeakError(f"bucketed: {leak.what}{leak.advice}")
         if real.shape is shape:
             route.slices.update(real.slices)

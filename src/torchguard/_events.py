@@ -7,7 +7,6 @@ would hide the function of that name at the front door.
 from __future__ import annotations
 
 import contextlib
-import html
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,8 @@ from typing import Literal
 
 import torch
 
+from torchguard._public import html_table, public
 from torchguard._public import message as message_of
-from torchguard._public import public
 from torchguard.errors import TorchGuardWarning
 
 Kind = Literal[
@@ -210,16 +209,6 @@ class _Events(tuple[Event, ...]):
     def _repr_html_(self) -> str:
         rows = [(str(each.count), each.kind, each.guard, each.message, each.where) for each in self]
         return html_table([("count", "kind", "guard", "message", "where"), *rows])
-
-
-def html_table(rows: Sequence[Sequence[str]], below: str = "") -> str:
-    """Return a table for a notebook, with its head as the first row, and a text below."""
-    lines = [
-        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-        for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
-    ]
-    table = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>{table}</table>{html.escape(below)}"
 
 
 @public

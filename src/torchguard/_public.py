@@ -1,9 +1,10 @@
-"""What users see of torchguard: its version, and the mark of what they import from it."""
+"""What users see of torchguard: its version, its texts, and the mark of what they import."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import html
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 __version__ = "0.1.0.dev0"
@@ -23,6 +24,16 @@ def message(entry: str, text: str) -> str:
     """Return the text of a warning or of a line of the log, with the address of its entry."""
     end = "\n" if "\n" in text else ". "
     return f"torchguard: {text}{end}See {address(entry)}"
+
+
+def html_table(rows: Sequence[Sequence[str]], below: str = "") -> str:
+    """Return a table for a notebook, with its head as the first row, and a text below."""
+    lines = [
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+        for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
+    ]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{table}</table>{html.escape(below)}"
 
 
 def public(named: _Object) -> _Object:

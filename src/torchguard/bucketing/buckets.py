@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from torchguard._events import html_table
-from torchguard._public import public
+from torchguard._public import html_table, public
 from torchguard.bucketing.fit import Cost, best_ladders, costs_of
 from torchguard.bucketing.histogram import (
     Observed,

@@ -124,7 +124,11 @@ _PADDED = {
     None: Tolerance(of_largest=0.1),
 }
 
-PADDING = Policy(_PADDED, _PADDED, metadata=False, nearby=True)
+# Beyond that a discontinuity may explain it, if the perturbed runs show as much: a ReLU within
+# rounding of zero has moved the gradients of a T5's encoder by a hundredth.
+_AT_DISCONTINUITIES = {**dict.fromkeys(_PADDED, Tolerance(of_largest=5e-2)), None: _PADDED[None]}
+
+PADDING = Policy(_PADDED, _AT_DISCONTINUITIES, metadata=False, nearby=True)
 """The policy for a padded call: the same operations on longer tensors, whose outputs were cut."""
 
 _BLOCK = 2**18

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torchguard._environment import is_off
-from torchguard._events import html_table, is_trial, record
-from torchguard._public import public
+from torchguard._events import is_trial, record
+from torchguard._public import html_table, public
 from torchguard._torch import warn_at_compiled_call
 from torchguard.errors import UnverifiedWarning
 

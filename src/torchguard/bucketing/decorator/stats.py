@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from torchguard._events import html_table
-from torchguard._public import public
+from torchguard._public import html_table, public
 
 
 @public

@@ -54,6 +54,21 @@ def scopes(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
         yield f'install("{guard}")', guard
 
 
+def pairs(model: Any, loss_of: Callable[[Any], torch.Tensor]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what PyTorch has too, or what pads: the loss without it, and with it."""
+    checkpoint = torch.utils.checkpoint.checkpoint
+    yield (
+        "safe_checkpoint beside checkpoint",
+        lambda: loss_of(lambda x: checkpoint(model, x, use_reentrant=False)),
+        lambda: loss_of(lambda x: torchguard.safe_checkpoint(model, x)),
+    )
+    if not isinstance(model, Decoder):
+        return
+    ids = torch.randint(64, (2, 7), device="cuda")
+    padded = torchguard.bucketed(model, dims={"ids": {1: "t"}}, buckets=[8])
+    yield "bucketed, 7 tokens in 8", lambda: model(ids).sum(), lambda: padded(ids).sum()
+
+
 def count(step: Callable[[], None]) -> list[int]:
     """Return launches, waits and the bytes at the peak of a step."""
     gc.collect()
@@ -99,8 +114,18 @@ def counted() -> dict[str, Counted]:
                         step()
                     now = count(step)
                 rows[name] = [after - before for after, before in zip(now, without, strict=True)]
+            for name, bare, ours in pairs(model, loss_of):
+                before, after = (_of_loss(each, plain) for each in (bare, ours))
+                rows[name] = [now - then for now, then in zip(after, before, strict=True)]
             found[f"{what}, AdamW {kind}"] = rows
     return found
+
+
+def _of_loss(loss: Callable[[], torch.Tensor], step: Callable[..., None]) -> list[int]:
+    """Count a step with another loss, warm."""
+    for _ in range(3):
+        step(lambda _: loss())
+    return count(lambda: step(lambda _: loss()))
 
 
 def table(found: dict[str, Counted]) -> str:
@@ -109,13 +134,10 @@ def table(found: dict[str, Counted]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     for name in next(iter(found.values())):
         mark = "" if name == "PyTorch" else "+"
-        cells = [
-            f"{mark}{launches}, {mark}{waits}, {mark}{size}"
-            for launches, waits, size in (rows[name] for rows in found.values())
-        ]
-        lines.append(
-            f"| {name if name == 'PyTorch' else f'`{name}`'} | " + " | ".join(cells) + " |"
-        )
+        counts = [rows.get(name) for rows in found.values()]
+        cells = ["" if each is None else ", ".join(f"{mark}{n}" for n in each) for each in counts]
+        label = name if name == "PyTorch" else f"`{name}`"
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

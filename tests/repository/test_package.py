@@ -54,7 +54,7 @@ def test_wheel(dist: dict[str, Path]) -> None:
         held = modules_in(wheel.namelist())
         [metadata] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
         required = re.findall(
-            r"^Requires-Dist: ([\w-]+)[^;]*$", wheel.read(metadata).decode(), re.MULTILINE
+            r"^Requires-Dist: ([\w-]+)[^;\n]*$", wheel.read(metadata).decode(), re.MULTILINE
         )
     assert sorted(required) == ["numpy", "torch", "typing-extensions", "wrapt"]
     there = {

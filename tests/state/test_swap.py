@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,14 +85,25 @@ def swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@functools.cache
+def _compiled_holds_weak_references() -> bool:
+    net = Net()
+    torch.compile(net, backend="eager")(torch.ones(2, 3))
+    return any(map(weakref.getweakrefcount, net.parameters()))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("swap", SWAPS.values(), ids=SWAPS)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.usefixtures("swapping")
 def test_parameters_can_be_swapped_while_a_guard_lives(
-    use: Callable[[nn.Module], Any], swap: Callable[[nn.Module], Any]
+    use: Callable[[nn.Module], Any],
+    swap: Callable[[nn.Module], Any],
+    request: pytest.FixtureRequest,
 ) -> None:
     torch._dynamo.reset()
+    if "verified" in request.node.name and _compiled_holds_weak_references():
+        pytest.skip("what torch.compile itself makes holds weak references to parameters")
     net = Net()
     kept = use(net)
     gc.collect()

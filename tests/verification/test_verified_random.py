@@ -431,7 +431,7 @@ def test_the_reproducer_has_both_draw_the_same() -> None:
             (graph,) = stats(checked).graphs
         assert graph.reproducer is not None
         with inductor_without_code(fault):
-            scope = runpy.run_path(graph.reproducer, run_name="reproducer")
+            scope = runpy.run_path(graph.reproducer, run_name=f"reproducer{len(found)}")
         found.append(bool(scope["wrong"]))
     assert found == [True, False]
 

@@ -109,7 +109,8 @@ class _Block(contextlib.AbstractContextManager[Path]):
             'new:`, which writes into the folder new, as in torch.save(state, new / "model.pt")'
         )
 
-    __truediv__ = __fspath__ = __call__ = _refuse
+    # Up to 2.8 torch.save() makes a file of what str() returns.
+    __truediv__ = __fspath__ = __str__ = __call__ = _refuse
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 A session of ``nox -s matrix`` leaves ``torch-2.8.0.json`` (the doctor) and ``torch-2.8.0.xml`` (the
 tests) in ``.nox/results``, one of ``nox -s pythons`` ``python-3.13.json`` and its ``.xml``. The
 table has a column for each: what ran, how its tests ended, and what became of each defect. Where
-only the doctor has run, the tests are "not run".
+only the doctor has run, the column says so.
 """  # noqa: INP001
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ live, and found by its guards where it has happened, `open` live in spite of its
 
 def table(results: list[Result]) -> str:
     """Lay out a column for each session: its tests and its defects."""
-    header = ("", *(f"{result.of} {result.asked}" for result in results))
+    only = {True: "", False: ", doctor only"}
+    header = ("", *(f"{each.of} {each.asked}{only[bool(each.tests)]}" for each in results))
     ran_on = [result.doctor["environment"] for result in results]
     rows = [
         ("torch", *(each["torch"] for each in ran_on)),
@@ -114,7 +115,7 @@ def table(results: list[Result]) -> str:
 
 
 def _of_tests(result: Result, text: str) -> str:
-    return text if result.tests else "not run"
+    return text if result.tests else ""
 
 
 def _cell(row: dict[str, Any]) -> str:

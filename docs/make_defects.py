@@ -126,7 +126,8 @@ def statuses(compatibility: str) -> tuple[list[str], Mapping[str, list[str]]]:
         for cells in rows
         if re.fullmatch(r"`[a-z0-9-]+`", cells[0]) and len(cells) == len(header)
     }
-    return [header[place].removeprefix("torch ") for place in columns], found
+    names = [header[place].removeprefix("torch ").partition(",")[0] for place in columns]
+    return names, found
 
 
 def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterator[str]:

@@ -423,7 +423,7 @@ def test_the_reproducer_has_both_draw_the_same() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(x.tanh(), 0.5).exp()
 
-    found = []
+    found: list[bool] = []
     for fault in (FAULTS["early"], None):
         with inductor_without_code(FAULTS["early"]):
             checked = verified(function)

@@ -5,7 +5,7 @@ torch writes the new shape first and looks for the memory afterwards
 restored if it raises.
 
 ``guard_*`` make the replacements that ``install()`` puts in place, ``safe_*`` are the helpers. The
-call to torch is in the guard itself, so that a traceback gains one line and no more.
+call to torch is in the guard itself, so that a traceback gains one line, and two in a helper.
 """
 
 from __future__ import annotations

@@ -1,36 +1,129 @@
-"""Writes ``docs/reference/defects.md``: a section for each defect of the catalog.
+"""Writes ``docs/reference/defects.md``, and a page for each of its families in ``defects/``.
 
 ``python docs/make_defects.py`` after the catalog or ``docs/project/compatibility.md`` has
-changed; a test compares the page with this.
+changed; a test compares the pages with this.
 """  # noqa: INP001
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from torchguard.cli.doctor import guards_as_code
 from torchguard.defects import probes
 from torchguard.defects.catalog import Defect, all_defects
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "reference" / "defects.md"
+INDEX = DOCS / "reference" / "defects.md"
 
-_FAMILIES = {
-    "memory": "Tensors, files and training steps",
-    "compile": "Compiled code",
-    "gradient": "Gradients",
-}
+
+class _Page(NamedTuple):
+    name: str
+    """Of its file."""
+
+    title: str
+    """What all of its defects look like to a user."""
+
+    modules: tuple[str, ...]
+    """The files of probes that it is about."""
+
+    about: str
+    """What its defects have in common, and where to read more."""
+
+    also: tuple[str, ...] = ()
+    """Defects whose probes are in a file of another page."""
+
+
+_PAGES = (
+    _Page(
+        "failed-writes",
+        "A call fails, and its tensor is broken afterwards",
+        ("failed_writes",),
+        "PyTorch changes a tensor step by step, and an error in the middle leaves what was done. "
+        "If you catch the error, your program continues with it. [Resize and out]"
+        "(../../process/resize.md) has the guards.",
+    ),
+    _Page(
+        "out-of-bounds",
+        "A crash, or a value from out-of-bounds memory",
+        ("memory",),
+        "On a CPU some operators do not check indices, and some tensors outlive the memory that "
+        "they look at. [Values out of range](../../process/checks.md) and "
+        "[numpy](../../process/numpy.md) have the guards.",
+    ),
+    _Page(
+        "overlap",
+        "`x -= x[:, :1]` gives wrong values",
+        ("overlapping",),
+        "An operation that writes into the memory that it reads sees some of its own results. "
+        "[Overlap](../../process/overlap.md) has the guard.",
+    ),
+    _Page(
+        "training-steps",
+        "A training step fails or steps wrong",
+        ("training_steps",),
+        "A step writes many tensors, one after the other, so an error or a wrong layout leaves a "
+        "model between two steps. [transaction](../../training/transaction.md) rolls a step back.",
+    ),
+    _Page(
+        "checkpoints",
+        "A checkpoint is lost, or loads something else",
+        ("state_dicts", "distributed"),
+        "Loading copies tensor by tensor, and saving writes over the old file. "
+        "[Checkpoints](../../training/checkpoints.md) and [several ranks](../../training/ranks.md) "
+        "have the guards.",
+        ("load-partial", "optimizer-state-shape", "mmap-load-save"),
+    ),
+    _Page(
+        "compiled-values",
+        "Compiled code gives wrong values",
+        ("miscompiled",),
+        "The compiler moves, merges or drops an operator that your program depends on. [verified]"
+        "(../../compile/verified.md) compares each graph with eager on its first inputs.",
+    ),
+    _Page(
+        "compiled-gradients",
+        "Compiled code gives wrong gradients",
+        ("gradients",),
+        "The values of forward are right here, and those of backward are not, so a training run "
+        "goes wrong slowly. [verified](../../compile/verified.md) compares gradients too.",
+    ),
+    _Page(
+        "traced-wrong",
+        "Compiled code ignores a part of the program",
+        ("mistraced",),
+        "Dynamo records your function without a line of it, so each backend gets the wrong graph. "
+        "[Compare with Python](../../compile/against-python.md) finds it.",
+    ),
+    _Page(
+        "sizes",
+        "New sizes recompile, or are padded wrong",
+        ("dynamic_sizes",),
+        "Inputs of many sizes are many graphs, or one graph with a symbol for the size. [Static or "
+        "symbolic?](../../compile/sizes.md) compares the two.",
+    ),
+    _Page(
+        "activation-checkpointing",
+        "Activation checkpointing gives different gradients",
+        ("checkpointed",),
+        "A checkpointed block runs a second time in backward, and begins with the state that its "
+        "first run left. [safe_checkpoint](../../training/recompute.md) restores that state.",
+    ),
+)
+
 _UPSTREAM = re.compile(r"https://github\.com/([^/]+/[^/]+)/(?:issues|pull)/(\d+)$")
 _CODE = re.compile(
-    r"x(\[[^]]*\])? -?= x\[[^]]*\]|[a-z_]\w*(\.\w+)*\([^()]*\)|\w+\([^()]*=[^()]*\)"
-    r"|[a-z]+=(\"[^\"]*\")?|\.clone\(\)|\b[a-zA-Z]\w*(\.\w+)+(\(([^()]|\(\))*\))?|\b[a-z]+_\w*|\b(mm|cat|cumsum|rrelu)\b"
+    r"x\[\w+\] \+?= v|x -= x\[:, :1\]|x \* 1\b|KeyError: '\w+'|hit config\.recompile_limit \(8\)"
+    r"|[a-zA-Z_][\w.]*\(([^()]|\([^()]*\))*\)|\b\w+=(\"[^\"]*\"|(True|False)\b)?"
+    r"|\b[a-zA-Z]\w*(\.\w+)+|_growth_tracker is None|\b[a-z]+_\w*|\b(rrelu|wrapt|x)\b|(?<= in )out$"
 )
-"""What is code in the summary of a defect."""
+"""What is code in the title and the summary of a defect."""
 _CUT = (
     "setStorage: sizes [3], strides [1], storage offset 1, and itemsize 4 requiring a storage size "
     "of 16 are out of bounds for storage of size 0"
@@ -70,40 +163,69 @@ _SEEN = {
 NEED_A_GPU = ("cudagraph-shapes", "pad-reduction")
 """Their reproducers were not run: the machine had no GPU."""
 
-_LIVE = {"closed", "detected", "open"}
+_LIVE = {"closed", "detected", "open", "no guard"}
 _INTRODUCTION = """\
 # Known PyTorch defects
 
-The title of each section is what you see go wrong. Below it are the message that PyTorch gives, if
-it gives one, the guard that helps, what helps in PyTorch alone, and the releases that have the
-defect. Search this page for your error message. Most of these defects give you none.
+Each defect below has a section that says what you see, which message PyTorch gives if it gives one,
+which guard helps, what helps in PyTorch alone, and which releases are affected. Search this page
+for what you see. Most of these defects give you no error, so
+[`python -m torchguard doctor`](cli.md#doctor) tries all of them on your PyTorch, without and with
+the guards.
 
-Each reproducer is a program that needs PyTorch alone. It prints what it saw, or `None` if your
-PyTorch does not have the defect, and some of them end the process. `python -m torchguard doctor`
-runs all of them on your PyTorch, without and with the guards. `python -m torchguard doctor NAME`
-runs one.
+Each section ends with a program that shows the defect and needs PyTorch alone. It prints what it
+saw, or `None` if your PyTorch does not have the defect. Some of these programs end their process.
+"""
+_WORDS = """\
+A release is **affected** if it has the defect and no guard helps, **guarded** if it has the defect
+and the guard closes it, **detected** if the guard finds the damage afterwards, **fixed** if PyTorch
+has corrected it, and **not affected** if it does not have the defect yet.
+[Compatibility](../project/compatibility.md) has the builds that were tried.
 
-In the tables, **affected** means that a release has the defect and no guard closes it, **guarded**
-that it has the defect and the guard closes it, **detected** that the guard finds the defect after
-it has happened, **fixed** that PyTorch has corrected it, **not affected** that the release does not
-have it yet, and **not run** that the probe needs a GPU
-([compatibility](../project/compatibility.md) has the releases and their builds).
+:::{toctree}
+:hidden:
+
 """
 
 
-def page() -> str:
-    """Return the whole page."""
+def pages() -> dict[Path, str]:
+    """Return every page.
+
+    Raises:
+        ValueError: a defect is on no page.
+    """
     versions, seen = statuses((DOCS / "project" / "compatibility.md").read_text(encoding="utf-8"))
-    rows = all_defects()
-    parts = [_INTRODUCTION]
-    for family, title in _FAMILIES.items():
-        parts.append(f"## {title}\n")
-        parts += [
-            "\n".join(_section(row, versions, seen.get(row.id)))
-            for row in rows
-            if row.family == family
-        ]
-    return "\n".join(parts)
+    texts, index = dict[Path, str](), [_INTRODUCTION]
+    left = {row.id: row for row in all_defects()}
+    for page in _PAGES:
+        rows = [row for row in left.values() if _is_on(page, row)]
+        left = {name: row for name, row in left.items() if row not in rows}
+        parts = [f"# {page.title}\n", f"{page.about}\n"]
+        parts += ["\n".join(_section(row, versions, seen.get(row.id))) for row in rows]
+        parts += ["[All known defects](../defects.md)\n"]
+        texts[INDEX.parent / "defects" / f"{page.name}.md"] = "\n".join(parts)
+        index += [f"## {page.title}\n", "| what you see | guard |", "| --- | --- |"]
+        index += [_row(row, page) for row in rows]
+        index += [""]
+    if left:
+        raise ValueError(f"no page in _PAGES is about {sorted(left)}")
+    names = "\n".join(f"defects/{page.name}" for page in _PAGES)
+    return {INDEX: "\n".join(index) + f"\n{_WORDS}{names}\n:::\n", **texts}
+
+
+def _is_on(page: _Page, row: Defect) -> bool:
+    moved = next((each for each in _PAGES if row.id in each.also), None)
+    module = inspect.unwrap(row.probe).__module__.rpartition(".")[2]
+    return page == moved if moved else module in page.modules
+
+
+def _row(row: Defect, page: _Page) -> str:
+    """Return the row of the index, which is where old addresses lead too."""
+    title = _title(row)
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    guard = f"`{guards_as_code(row.guards)}`" if row.guards else "none yet"
+    guard = guard.replace(" and ", "` and `")
+    return f'| <a id="{row.id}"></a>[{title}](defects/{page.name}.md#{anchor}) | {guard} |'
 
 
 def statuses(compatibility: str) -> tuple[list[str], Mapping[str, list[str]]]:
@@ -132,32 +254,41 @@ def statuses(compatibility: str) -> tuple[list[str], Mapping[str, list[str]]]:
 
 def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterator[str]:
     yield f'<a id="{row.id}"></a>\n'
-    yield f"### {_title(row.summary)}\n"
-    yield f"- Name: `{row.id}`"
+    yield f"## {_title(row)}\n"
+    what = _CODE.sub(r"`\g<0>`", row.summary)
+    yield f"{what[0].upper()}{what[1:]}.\n"
     yield f"- You see: {_SEEN.get(row.id, 'no error')}"
+    if seen and set(seen) - {"not run"}:
+        yield f"- PyTorch: {_releases(seen, versions, guarded=bool(row.guards))}"
     if row.id in NEED_A_GPU:
         yield "- Reproducer: not run, because it needs a GPU"
     does = "Detected, not prevented, by" if row.only_detects else "Guarded by"
-    yield f"- {does}: " + (f"`{guards_as_code(row.guards)}`" if row.guards else "no guard yet")
+    code = f"`{guards_as_code(row.guards)}`".replace(" and ", "` and `")
+    yield f"- {does}: " + (code if row.guards else "no guard yet")
     if row.limits:
         yield f"- Limits: {row.limits}"
     if row.advice:
-        yield f"- In PyTorch alone: {row.advice}"
+        yield f"- Without torchguard: {row.advice}"
     if row.upstream:
         yield f"- Upstream: {', '.join(map(_link, row.upstream))}"
-    yield ""
-    if seen:
-        yield "| " + " | ".join(versions) + " |"
-        yield "| " + " | ".join(["---"] * len(versions)) + " |"
-        seen = list(_in_words(seen, guarded=bool(row.guards)))
-        yield "| " + " | ".join(seen) + " |\n"
-    yield f"<details><summary>Reproducer</summary>\n\n```py\n{reproducer(row)}```\n\n</details>\n"
+    yield f"- Try it: `python -m torchguard doctor {row.id}`"
+    yield f"\n<details><summary>Reproducer</summary>\n\n```py\n{reproducer(row)}```\n\n</details>\n"
 
 
-def _title(summary: str) -> str:
-    """Mark what is code in a summary, and begin it with a capital letter."""
-    title = _CODE.sub(r"`\g<0>`", summary)
-    return title if title[1].isupper() else title[0].upper() + title[1:]
+def _title(row: Defect) -> str:
+    """Mark what is code in what a user sees, and begin it with a capital letter."""
+    title = _CODE.sub(r"`\g<0>`", row.title or row.summary)
+    return title if title[0] == "`" else title[0].upper() + title[1:]
+
+
+def _releases(seen: list[str], versions: list[str], *, guarded: bool) -> str:
+    """Say which releases are affected, guarded or fixed: neighbours that agree in one phrase."""
+    phrases, words = list[str](), list(_in_words(seen, guarded=guarded))
+    for word, of in itertools.groupby(zip(words, versions, strict=True), lambda pair: pair[0]):
+        names = [version for _, version in of]
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        phrases.append(f"**{word}** in {span}")
+    return ", ".join(phrases)
 
 
 def _in_words(seen: list[str], *, guarded: bool) -> Iterator[str]:
@@ -170,7 +301,7 @@ def _in_words(seen: list[str], *, guarded: bool) -> Iterator[str]:
         elif cell in _LIVE and not guarded:
             yield "affected"
         else:
-            yield {"closed": "guarded", "open": "affected"}.get(cell, cell)
+            yield {"closed": "guarded", "open": "affected", "no guard": "affected"}.get(cell, cell)
 
 
 def reproducer(row: Defect) -> str:
@@ -243,4 +374,6 @@ def _link(url: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

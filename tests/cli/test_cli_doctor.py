@@ -14,6 +14,7 @@ import torchguard
 from support.child_process import run_command
 from support.planted import planted, row
 from torchguard.__main__ import main
+from torchguard.cli import DOCUMENTATION
 from torchguard.cli.doctor import lines, overview, stories
 from torchguard.cli.terminal import Bar, Paint
 from torchguard.defects.catalog import all_defects
@@ -91,6 +92,7 @@ class TestTerminal:
         for text in ("planted: detected", "crash: SIGSEGV", "check_consistent(): detected"):
             assert text in shown
         assert "look before you read" in shown
+        assert f"  page     {DOCUMENTATION}reference/defects.html#planted-detected\n" in shown
 
     def test_colors_are_for_terminals_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("NO_COLOR", raising=False)

@@ -25,6 +25,7 @@ import torchguard
 from support.document import blocks, faults
 from torchguard.__main__ import main
 from torchguard.cli import DOCUMENTATION
+from torchguard.defects.catalog import all_ids
 from torchguard.patching.guards import GUARDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -148,9 +149,11 @@ def _broken_links(page: Path, text: str) -> list[str]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Headings, as GitHub turns them into anchors."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Headings, as GitHub turns them into anchors, and anchors that are written out."""
+    text = page.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 def test_links() -> None:
@@ -268,17 +271,37 @@ def test_reference() -> None:
     assert {name.rpartition(".")[2] for name in errors} <= {n.rpartition(".")[2] for n in names}
 
 
-def test_page_of_defects() -> None:
-    """It is what the catalog and the compatibility page say, for each torch of the matrix."""
-    program = ROOT / "docs" / "make_defects.py"
-    made = runpy.run_path(str(program))
-    page = (ROOT / "docs" / "reference" / "defects.md").read_text(encoding="utf-8")
-    assert page == made["page"](), "run python docs/make_defects.py"
+def test_pages_of_defects() -> None:
+    """They are what the catalog and the compatibility page say, for each torch of the matrix."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_defects.py"))["pages"]()
+    folder = ROOT / "docs" / "reference"
+    assert {*made} == {folder / "defects.md", *(folder / "defects").glob("*.md")}
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, "run python docs/make_defects.py"
+    sections = "".join(text for path, text in made.items() if path.name != "defects.md")
     # Each reproducer is whole, and needs PyTorch alone.
-    programs = [block.code for block in blocks(page) if block.language == "py"]
-    assert len(programs) == page.count("\n### ")
+    programs = [block.code for block in blocks(sections) if block.language == "py"]
+    assert len(programs) == sections.count("\n## ") == len(all_ids())
     assert [each for each in programs if _names_from_elsewhere(each) - {"__name__"}] == []
     assert not any("torchguard" in each for each in programs)
+
+
+def test_printed_addresses_lead_to_a_page() -> None:
+    """What the source prints of the site exists: pages, and the anchors of entries."""
+    printed = {
+        found
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for found in re.findall(rf"^(?:{SITE})?([a-z][\w/-]*)\.html#?([\w-]*)$", node.value)
+    }
+    assert {"reference/messages", "reference/defects", "reference/events"} <= {*dict(printed)}
+    for page, anchor in printed:
+        file = ROOT / "docs" / f"{page}.md"
+        assert file.exists(), page
+        assert not anchor or anchor in _anchors(file), (page, anchor)
+    # What follows a "#" is the name of an entry: test_messages.py has those of messages.
+    assert {*all_ids()} <= _anchors(ROOT / "docs" / "reference" / "defects.md")
 
 
 def test_table_of_guards() -> None:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from torchguard.cli import interrupted, write
+from torchguard.cli import DOCUMENTATION, interrupted, write
 from torchguard.cli.terminal import BOLD, DIM, GREEN, RED, Bar, Paint, shortened, width
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_ids
 from torchguard.defects.diagnosis import DoctorReport, Environment, Row, doctor, select
@@ -179,6 +179,7 @@ def _story(row: Row, paint: Paint, columns: int) -> Iterator[str]:
         )
     for number, url in enumerate(row.upstream):
         yield f"  {'upstream' if number == 0 else '':<8} {url}"
+    yield f"  {'page':<8} {DOCUMENTATION}reference/defects.html#{row.id}"
 
 
 # ---- the report in a pipe or a file ----

@@ -182,7 +182,7 @@ def _into_view(value: Tensor) -> Tensor:
 def view_requires_grad() -> str | None:
     """Compare the gradient with eager; no kernel is compiled, the tracing alone is wrong.
 
-    From 2.9 on Dynamo notes ``requires_grad`` anew for the tensor that was written to, not for
+    From 2.9 on Dynamo notes ``requires_grad`` again for the tensor that was written to, not for
     others that share its memory: an autograd function of these is traced without its backward.
     """
     compiled = torch.compile(_into_view, backend="eager")

@@ -156,7 +156,7 @@ def _loss(beyond: float) -> float:
 
 
 @memory_defect(
-    "ctc_loss on CPU does not check targets: a loss from foreign memory, or a crash",
+    "ctc_loss on CPU does not check targets: a loss from out-of-bounds memory, or a crash",
     title="ctc_loss reads out-of-bounds memory, or crashes",
     upstream=issues(193794),
     guards=("checks",),

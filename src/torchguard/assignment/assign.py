@@ -46,8 +46,7 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         value: a number, or a tensor that broadcasts to the shape of ``t[index]``.
 
     Raises:
-        IndexError, RuntimeError, TypeError, ValueError: the one the assignment itself
-            raises, with the index and the shapes in front of its message.
+        IndexError, RuntimeError, TypeError, ValueError: what the assignment itself raises.
 
     Upstream: https://github.com/pytorch/pytorch/issues/169179
 
@@ -60,20 +59,15 @@ def sliced_assign(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         tensor([[1., 0., 1.],
                 [1., 0., 1.]])
     """
-    try:
-        # Most often a fake tensor: a compiler is looking.
-        if type(t) is not torch.Tensor and has_own_dispatch(t):
-            out = _at_scalar(t, index, value)
-            if out is not None:
-                return out
-        out = _writable_copy(t, index, value) if inside_transform() else t.clone()
-        out[index] = value
-    except Exception as error:
-        if not isinstance(t, torch.Tensor):
-            message = f"sliced_assign: t is of type {type(t).__name__}, expected a torch.Tensor"
-            raise TypeError(message) from None
-        name_the_call(error, "sliced_assign", t, index, value)
-        raise
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"sliced_assign: t is of type {type(t).__name__}, expected a torch.Tensor")
+    # Most often a fake tensor: a compiler is looking.
+    if type(t) is not torch.Tensor and has_own_dispatch(t):
+        out = _at_scalar(t, index, value)
+        if out is not None:
+            return out
+    out = _writable_copy(t, index, value) if inside_transform() else t.clone()
+    out[index] = value
     return out
 
 
@@ -92,8 +86,7 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         value: a number, or a tensor that broadcasts to the shape of ``t[index]``.
 
     Raises:
-        IndexError, RuntimeError, TypeError, ValueError: the one the assignment itself
-            raises, with the index and the shapes in front of its message.
+        IndexError, RuntimeError, TypeError, ValueError: what the assignment itself raises.
 
     Upstream: https://github.com/pytorch/pytorch/issues/169179
 
@@ -106,17 +99,12 @@ def sliced_assign_(t: torch.Tensor, index: Index, value: Value) -> torch.Tensor:
         >>> sliced_assign_(torch.zeros(3), 1, 5.0)
         tensor([0., 5., 0.])
     """
-    try:
-        whole = _at_scalar(t, index, value) if has_own_dispatch(t) else None
-        if whole is not None:
-            t.copy_(whole)
-        else:
-            # A value that overlaps what is written is copied first, installed or not.
-            given = separated(torch.Tensor.__setitem__, (t, index, value), {}).args
-            t[given[1]] = given[2]
-    except Exception as error:
-        name_the_call(error, "sliced_assign_", t, index, value)
-        raise
+    whole = _at_scalar(t, index, value) if has_own_dispatch(t) else None
+    if whole is not None:
+        return t.copy_(whole)
+    # A value that overlaps what is written is copied first, installed or not.
+    given = separated(torch.Tensor.__setitem__, (t, index, value), {}).args
+    t[given[1]] = given[2]
     return t
 
 
@@ -182,43 +170,3 @@ def _dims_taken(item: Any) -> int | None:
         # A mask takes one dim for each of its own; uint8 is what masks were before torch 1.2.
         return item.dim() if item.dtype in {torch.bool, torch.uint8} else 1
     return 1 if isinstance(item, (slice, int, np.integer, torch.SymInt)) else None
-
-
-# ---- error messages ----
-
-
-def name_the_call(error: Exception, name: str, t: Any, index: Any, value: Any) -> None:
-    """Put the call into the message of an exception that torch has raised."""
-    # Exceptions with a meaning of their own (a compiler's) are none of these types.
-    if type(error) in {IndexError, RuntimeError, TypeError, ValueError} and len(error.args) == 1:
-        shown = _described(index)
-        if len(shown) > _DESCRIBED:
-            shown = shown[: _DESCRIBED - 3] + "..."
-        shapes = f"t is {_shape_of(t)}, index is {shown}, value is {_shape_of(value)}"
-        error.args = (f"{name}: {shapes}: {error.args[0]}",)
-
-
-_DESCRIBED = 200  # characters; a list of a thousand numbers says no more than its beginning
-
-
-def _shape_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"of shape {tuple(value.shape)}"
-    is_number = isinstance(value, (int, float, complex))
-    return repr(value) if is_number else f"of type {type(value).__name__}"
-
-
-def _described(item: Any) -> str:
-    """Write a part of an index down: tensors by dtype and shape."""
-    if isinstance(item, (torch.Tensor, np.ndarray)):
-        kind = "tensor" if isinstance(item, torch.Tensor) else "array"
-        return f"<{str(item.dtype).removeprefix('torch.')} {kind} of shape {tuple(item.shape)}>"
-    if isinstance(item, (tuple, list)):
-        inside = ", ".join(map(_described, item))
-        if isinstance(item, list):
-            return f"[{inside}]"
-        return f"({inside}{',' * (len(item) == 1)})"
-    if isinstance(item, slice):
-        bounds = ["" if bound is None else str(bound) for bound in (item.start, item.stop)]
-        return ":".join(bounds) + ("" if item.step is None else f":{item.step}")
-    return "..." if item is Ellipsis else repr(item)

@@ -182,7 +182,7 @@ def random_calls(
     are ``holding`` it in the state. Other devices were visible and are not, or the other way round.
     """
     kind = accelerator()
-    if kind is not None and any(name.startswith(kind) for name in state):
+    if kind and any(name.startswith(kind) for name in state) and torch.accelerator.is_available():
         getattr(torch.get_device_module(kind), "init", lambda: None)()
     generators = named_generators()
     gone, new = state.keys() - generators.keys(), generators.keys() - state.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from typing import Any, cast
 
@@ -254,16 +255,41 @@ def test_data_is_not_read(name: str, argument: str, in_list: bool) -> None:
     assert argument != "also" or "state_dict() and load_state_dict()" in str(caught.value)
 
 
-def test_a_generator_of_tensors_is_not_read() -> None:
-    def batches() -> Any:
-        while True:
-            READ.append(0)
-            yield torch.ones(1)
+class Batches(collections.abc.Sequence):  # type: ignore[type-arg]
+    """A dataset or a loader of the program's own."""
 
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        READ.append(index)
+        return torch.ones(1)
+
+
+@pytest.mark.parametrize("kind", ["generator", "map", "Batches"])
+def test_what_makes_tensors_as_it_is_read_is_not_read(kind: str) -> None:
+    kinds = {
+        "generator": lambda: (each for each in Batches()),
+        "map": lambda: map(torch.neg, Batches()),
+        "Batches": Batches,
+    }
     READ.clear()
-    with pytest.raises(TypeError, match="also has <generator"):
-        torchguard.transaction(*setup(), also=batches())
+    with pytest.raises(TypeError, match=f"also has <.*{kind}"):
+        torchguard.transaction(*setup(), also=kinds[kind]())
     assert not READ
+
+
+@pytest.mark.parametrize("kind", [list, tuple, collections.deque, set, "values"])
+def test_several_objects_may_be_in_any_container(kind: Any) -> None:
+    tensors = {"a": torch.ones(1), "b": torch.ones(1)}
+    model, optimizer = setup()
+    given = tensors.values() if kind == "values" else kind(tensors.values())
+    step = torchguard.transaction(model, optimizer, also=given)
+    with pytest.raises(KeyError), step:
+        for each in tensors.values():
+            each.mul_(2)
+        raise KeyError
+    assert [each.item() for each in tensors.values()] == [1, 1]
 
 
 def test_a_loader_with_a_state_is_saved() -> None:

@@ -102,6 +102,97 @@ def test_a_gradient_that_is_small_beside_anothers_is_compared(
     assert stats(right).verified == 1
 
 
+# --- values that are small beside others of the same tensor
+
+
+def rows(weight: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Each row of the weight has a gradient of its own size."""
+    return (weight * x * sizes).sum()
+
+
+def columns(weight: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return weight.detach() * x * sizes
+
+
+@pytest.mark.parametrize("function", [rows, columns])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        (torch.float32, 1e-6),
+        (torch.float32, 1e6),
+        (torch.float64, 1e-8),
+        (torch.bfloat16, 1e-6),
+        (torch.float16, 3e-6),
+    ],
+)
+def test_rows_that_are_small_beside_others_are_compared(
+    function: Any, fault: str, dtype: torch.dtype, size: float
+) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 16, dtype=dtype, requires_grad=True), torch.rand(8, 16) + 1
+    sizes = torch.ones(8, 1).index_fill(0, torch.tensor([3]), size).to(dtype)
+    small = sizes == sizes.min()
+
+    def spoiled(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(small, FAULTS[fault](values), values)
+
+    def of_output(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        return lambda *values: [spoiled(each) for each in graph(*values)]
+
+    backend = with_gradient(0, spoiled) if function is rows else of_output
+    checked = verified(backend=backend)(function)
+    assert warned(lambda: checked(weight, x.to(dtype), sizes)) == 1
+    torch._dynamo.reset()
+    right = verified(backend="aot_eager")(function)
+    assert warned(lambda: right(weight, x.to(dtype), sizes)) == 0
+    assert stats(right).verified == 1
+
+
+class Attention(nn.Module):
+    """A third of the bias, that of the keys, has no gradient but what rounding leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixes(x, x, x, need_weights=False)[0]
+        return mixed.square().mean()
+
+
+def confident(x: torch.Tensor) -> torch.Tensor:
+    """Half of the losses are what the rounding of a sum of exponentials leaves."""
+    scores = torch.where(torch.arange(64)[:, None] % 2 == 0, x * 20, x)
+    return -scores.log_softmax(1).amax(1)
+
+
+def tails(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(torch.cat([x, x - 5])) + F.logsigmoid(torch.cat([x, x + 16]))
+
+
+@pytest.mark.parametrize("function", [Attention(), confident, tails])
+def test_what_rounding_leaves_of_larger_values_is_no_mismatch(function: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 16, 32) if isinstance(function, nn.Module) else torch.randn(64, 32)
+    x.requires_grad_()
+
+    def in_double(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        """Compute in another way than eager, to its last digits."""
+
+        def run(*values: Any) -> Any:
+            wide = [v.double() if v.is_floating_point() else v for v in values]
+            with torch.no_grad():
+                noise = [v * 1e-7 * torch.randn_like(v) for v in wide]
+            return [each.float() for each in graph(*map(torch.add, wide, noise))]
+
+        return run
+
+    checked = verified(backend=in_double)(function)
+    assert warned(lambda: checked(x)) == 0
+    assert stats(checked).verified == 1
+
+
 # --- what a graph writes
 
 

@@ -7,8 +7,10 @@ Dynamo has traced beside Python.
 Every allowance is a share of a number that the compared value itself is made of:
 
 * of the value, and of the largest value of its tensor, since what is small there may be a
-  difference of what is large. For padding, which leaves most values as they are, that is the
-  largest of those that differ, in the rows and columns of the value;
+  difference of what is large. Whether it is, eager in double precision tells, if many values are
+  off by a part of themselves: a row of an embedding may have its own scale. For padding, which
+  leaves most values as they are, that is the largest of those that differ, in the rows and columns
+  of the value;
 * where a run has written a tensor, of what it has changed: the parameter of an optimizer moves by
   a millionth of itself. What is left of ``after`` is its last digit, once for each write;
 * of eager's own error, where eager has been run in double precision too, among values of its size.
@@ -139,6 +141,18 @@ _NEAR = 16.0
 
 _MULTIPLE = 4.0
 """How many times eager's own rounding error a compiled result may be off."""
+
+_OF_ITSELF = 1 / 64
+"""A value further off than this share of itself may be noise of a larger one, or wrong."""
+
+_FEW = 1 / 1024
+"""So many of a tensor's values cancel that far in any sum. If more do, eager's error decides."""
+
+_CANCELLING = 8.0
+"""And eager's error counts so many times, since few values may have cancelled that far."""
+
+_CANCELLED = 2**-40
+"""A value that is this share of the largest one, in double precision, is zero by algebra."""
 
 _TRUSTED = 0.05
 """A reference further away from eager than this, relative to its size, computed something else."""
@@ -391,14 +405,17 @@ class _Comparison:
         tolerance = self.policy.tolerance(expected.dtype, expected.device.type)
         # A sentinel, which is the same in both, is not rounded to a narrower dtype.
         other = actual if tolerance.of_largest else None
-        largest = _largest(expected, pair.before, other)
+        largest, own = _largest(expected, pair.before, other), None
         if not self.policy.nearby and _within(part, pair, tolerance, largest):
-            return None
+            if self.exact is None or not _many_off(part, pair, tolerance):
+                return None
+            own = _of_itself(tolerance)
         nearby = _nearby(expected, actual) if self.policy.nearby and pair.writes == 0 else largest
-        off, allowed = _distance(part, pair, tolerance, nearby)
+        off, allowed = _distance(part, pair, own or tolerance, nearby)
         if bool((off <= allowed).all()):  # NaN is not
             return None
-        if self._as_near_as_eager(part, key, pair, tolerance):
+        near = self._as_near_as_eager(part, key, pair, tolerance, own)
+        if near or (near is None and own is not None):
             return None
         what, finite = _described(expected, actual, off, allowed)
         loose = self.policy.tolerance(expected.dtype, expected.device.type, loose=True)
@@ -416,22 +433,25 @@ class _Comparison:
             apart=~(off <= allowed) if finite else None,
         )  # fmt: skip
 
-    def _as_near_as_eager(self, part: Part, key: Any, pair: _Pair, tolerance: Tolerance) -> bool:
+    def _as_near_as_eager(
+        self, part: Part, key: Any, pair: _Pair, tolerance: Tolerance, own: Tolerance | None
+    ) -> bool | None:
+        """Whether a value is as near to the exact one as eager's; None where nothing is exact."""
         outcome = None if self.exact is None else self.exact()
         if outcome is None or outcome.error is not None:
-            return False
+            return None
         if outcome.backward_error is not None and not outcome.gradients:
-            return False
+            return None
         exact = value_of(outcome, part, key)
         if part == "gradients" and exact is None and outcome.gradients:
             exact = torch.zeros_like(pair.expected)
         if not isinstance(exact, torch.Tensor) or exact.shape != pair.expected.shape:
-            return False
+            return None
         exact = exact.detach()
         if not (pair.expected.is_floating_point() or pair.expected.is_complex()):
             return exact.dtype == pair.actual.dtype and torch.equal(exact, pair.actual)
         largest = _largest_gradient(outcome) if part == "gradients" else 0.0
-        return _as_near(part, pair, exact, tolerance, largest, self.policy)
+        return _as_near(part, pair, exact, tolerance, own, largest, self.policy)
 
 
 _PLAIN = (
@@ -486,6 +506,27 @@ def _within(part: Part, pair: _Pair, tolerance: Tolerance, largest: float) -> bo
         if not bool((off <= allowed).all()):  # NaN is not
             return False
     return True
+
+
+def _of_itself(tolerance: Tolerance) -> Tolerance:
+    """Return the tolerance without a share of the tensor's largest value."""
+    share = 2 * max(tolerance.relative, tolerance.of_largest)
+    return Tolerance(max(_OF_ITSELF, share), least=tolerance.least)
+
+
+def _many_off(part: Part, pair: _Pair, tolerance: Tolerance) -> bool:
+    """Whether more values are off by a part of themselves than those that happen to cancel."""
+    if not (pair.expected.is_floating_point() or pair.expected.is_complex()):
+        return False
+    count = values = 0
+    for expected, actual, before in _blocks(*pair[:3]):
+        assert expected is not None
+        assert actual is not None
+        block = _Pair(expected, actual, before, pair.writes)
+        off, allowed = _distance(part, block, _of_itself(tolerance), 0.0)
+        count += int((off > allowed).count_nonzero())
+        values += int(as_double(expected).count_nonzero())
+    return count > _FEW * values
 
 
 def _distance(
@@ -595,10 +636,15 @@ def _as_near(  # noqa: PLR0917 - one private rule
     pair: _Pair,
     exact: torch.Tensor,
     tolerance: Tolerance,
+    own: Tolerance | None,
     largest_gradient: float,
     policy: Policy,
-) -> bool:
-    """Whether of eager's, the compiled and the exact result the second is as near as the first."""
+) -> bool | None:
+    """Whether of eager's, the compiled and the exact result the second is as near as the first.
+
+    ``own`` is the tolerance for values that are no difference of larger ones. Returns None if
+    eager is no reference.
+    """
     wide, narrow, true = as_double(pair.expected), as_double(pair.actual), as_double(exact)
     places = torch.isfinite(true)
     for result in (wide, narrow):
@@ -623,11 +669,15 @@ def _as_near(  # noqa: PLR0917 - one private rule
             # It is no reference for this graph. Gradients that underflow under autocast are as far
             # off: a compiler that keeps float32 in its kernels is nearer.
             nearer = error.square().mean() <= eager_error.square().mean()
-            return bool(policy.autocast) and bool(nearer) and float(error.max()) <= most
+            return (bool(policy.autocast) and bool(nearer) and float(error.max()) <= most) or None
         if largest <= _NOISE_EPSILONS * torch.finfo(torch.float64).eps * largest_gradient:
             # In double precision too: another order of the same sums may leave more.
             limit = limit.clamp(min=min(_NOISE_EPSILONS * eps, _NOISE) * largest_gradient)
-    return _no_further(error, eager_error, limit, true.abs())
+    if own is None:
+        return _no_further(error, eager_error, limit, true.abs())
+    of_itself = _allowed(part, pair.expected.dtype, true, before, pair.writes, own, 0.0)
+    limit = torch.where(true.abs() <= _CANCELLED * largest, limit, of_itself)
+    return _no_further(error, _CANCELLING * eager_error, limit, true.abs())
 
 
 def _no_further(

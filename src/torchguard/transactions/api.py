@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, get_args
 
 import torch
@@ -174,7 +175,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda s: hasattr(s, "unscale_"),
         "a torch.amp.GradScaler; a scheduler goes by its name: scheduler=",
     ),
-    "scheduler": (lambda s: hasattr(s, "step"), "a scheduler of torch.optim.lr_scheduler"),
+    "scheduler": (
+        lambda s: callable(getattr(s, "step", None)),
+        "a scheduler of torch.optim.lr_scheduler",
+    ),
     "also": (
         _can_be_saved,
         (
@@ -185,14 +189,17 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_FILLED = (list, tuple, set, frozenset, deque, ValuesView)
+
+
 def _several(name: str, value: Any) -> list[Any]:
     """Return the values of an argument, one or several in any iterable, as a list; None is none."""
     if value is None:
         return []
     is_one, expected = _EXPECTED[name]
     # A Sequential is an iterable of modules, and a tensor one of its rows: each is one. A loader is
-    # not read, and neither is a generator of tensors, which may be endless.
-    kinds = Collection if name == "also" else (Collection, Iterator)
+    # not read, and for also=, whose items may be tensors, nothing that may make them as it is read.
+    kinds = _FILLED if name == "also" else (Collection, Iterator)
     several = isinstance(value, kinds) and not isinstance(value, (str, Mapping))
     values = []
     for each in value if several and not is_one(value) and not _is_data(value) else [value]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from torchguard.state.containers import Containers, copy_of_tree, walk
+from torchguard.state.process import named_generators, same_state
 from torchguard.state.tensors import Elements
-
-if TYPE_CHECKING:
-    pass
 
 # ---- containers ----
 
@@ -92,24 +93,6 @@ def test_a_dict_is_restored_one_entry_at_a_time() -> None:
 # ---- tensors ----
 
 
-def test_elements_are_restored_and_their_memory_is_used_again() -> None:
-    tensors = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(2), torch.ones(1).expand(3)]
-    values = [each.clone() for each in tensors]
-    versions = [each._version for each in tensors]
-    first = Elements(tensors)
-    again = Elements(tensors, first)
-    assert [c.data_ptr() for c in again.copies] == [c.data_ptr() for c in first.copies]
-    assert len(again.others) == 1  # expanded
-    for each in tensors[:3]:
-        each.zero_()
-    again.restore()
-    assert all(map(torch.equal, tensors, values))
-    assert [each._version for each in tensors] == versions
-    tensors[2] = torch.randn(5)  # others, and other shapes, do not take the memory
-    other = Elements(tensors, again)
-    assert other.copies[2].shape == (5,)
-
-
 class Registry(OrderedDict[str, type]):
     """Makes an object when asked, as transformers' table of activations does."""
 
@@ -138,3 +121,83 @@ def test_a_dict_is_copied_and_restored_as_it_stores(change: str) -> None:
         registry.move_to_end("one")
     saved.restore()
     assert list(OrderedDict.items(registry)) == [("one", Needs), ("two", int)]
+
+
+# ---- many tensors at once ----
+
+
+def of_every_layout() -> list[Tensor]:
+    """Tensors whose memory is copied in bulk, and others."""
+    torch.manual_seed(0)
+    base = torch.randn(64, 8)
+    return [
+        torch.randn(()), torch.randn(0), torch.randn(5), torch.randn(3, 4), torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(9)[2:6],
+        base[:, :3], base[:, 3:], torch.randn(3, 1).expand(3, 4), torch.randn(40_000),
+        torch.randn(100, 200), torch.randn(3, 3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).imag, torch.arange(7), torch.ones(3).bool(),
+        torch.randn(6).to(torch.float8_e4m3fn), torch.randn(2, 3).to(torch.float8_e5m2),
+        torch.arange(3).to(torch.uint16), torch.randn(4).bfloat16(),
+    ]  # fmt: skip
+
+
+def test_elements_of_every_layout_are_restored_whichever_memory_is_used_again() -> None:
+    tensors = of_every_layout()
+    elements: Elements | None = None
+    for _ in range(3):
+        before = [each.clone() for each in tensors]
+        versions = [each._version for each in tensors]
+        reused = None if elements is None else elements.for_reuse()
+        elements = Elements(tensors, reused)
+        assert reused is None or elements._copies is reused._copies
+        for each in tensors:
+            torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()).fill_(7)
+        tensors[2].add_(1)
+        elements.restore()
+        pairs = zip(tensors, before, strict=True)
+        assert all(torch.equal(now.resolve_conj(), old.resolve_conj()) for now, old in pairs)
+        assert [each._version for each in tensors] == versions
+        tensors[3].mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.t, Tensor.double, Tensor.clone, lambda x: x[:1], lambda x: x.view(-1)]
+)
+def test_copies_are_not_used_again_for_a_tensor_that_leads_elsewhere(change: Any) -> None:
+    tensor = torch.randn(3, 4)
+    elements = Elements([tensor])
+    tensor.data = change(tensor.data)
+    before = tensor.clone()
+    again = Elements([tensor], elements.for_reuse())
+    tensor.add_(1.0)
+    again.restore()
+    assert torch.equal(tensor, before)
+
+
+def test_a_state_that_is_read_again_only_after_a_draw_is_always_that_of_now() -> None:
+    shared: Any = np.random  # the types leave out what swaps the generator
+
+    def numpy_state() -> Any:
+        return shared.get_state(legacy=False)
+
+    def draws() -> Iterator[Callable[[], object]]:
+        yield from (random.random, lambda: random.gauss(0.0, 1.0), lambda: random.seed(3))
+        yield from (shared.random, shared.randn, shared.randn, lambda: shared.seed(3))
+        yield lambda: shared.random(624)  # all numbers are others, the position is the same
+        yield lambda: shared.set_state({**numpy_state(), "has_gauss": 1, "gauss": 2.0})
+        yield lambda: shared.set_bit_generator(np.random.PCG64(1))
+        yield from (shared.random, shared.randn)
+        yield lambda: shared.set_bit_generator(own)
+
+    own, saved = shared.get_bit_generator(), numpy_state()
+    try:
+        for draw in draws():
+            for _ in range(2):
+                draw()
+                for name, read in (("python", random.getstate), ("numpy", numpy_state)):
+                    get_state, _ = named_generators()[name]
+                    assert get_state() is get_state() or own is not shared.get_bit_generator()
+                    assert same_state(get_state(), read())
+    finally:
+        shared.set_bit_generator(own)
+        shared.set_state(saved)

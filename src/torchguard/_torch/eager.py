@@ -339,7 +339,10 @@ def versions_of(tensors: list[Any]) -> list[int | None]:
 
 
 def layouts_of(tensors: list[Any]) -> Callable[[], bool]:
-    """Return what tells whether tensors have the dtypes, devices, sizes and strides of now."""
+    """Return what tells whether tensors have the dtypes, devices, sizes and strides of now.
+
+    And, where grad mode is on, the ``requires_grad``.
+    """
     if _sees_layouts():
         guards = _guards_of(tensors)
         return lambda: bool(guards.check(*tensors))
@@ -349,7 +352,8 @@ def layouts_of(tensors: list[Any]) -> Callable[[], bool]:
 
 
 def _read_layouts(tensors: list[Any]) -> list[Any]:
-    return [(each.dtype, each.device, each.shape, each.stride()) for each in tensors]
+    grad = torch.is_grad_enabled()
+    return [(t.dtype, t.device, t.shape, t.stride(), grad and t.requires_grad) for t in tensors]
 
 
 _TensorGuards: Any = private("_C._dynamo.guards.TensorGuards", None)
@@ -364,14 +368,17 @@ def _guards_of(tensors: list[Any]) -> Any:
 
 @functools.cache
 def _sees_layouts() -> bool:
-    """Whether Dynamo's comparison sees that a dtype, a size or a stride is another one."""
+    """Whether Dynamo's comparison sees another dtype, size, stride or ``requires_grad``."""
     with contextlib.suppress(Exception), without_torch_function(), without_torch_dispatch():
-        for change in (torch.Tensor.t, torch.Tensor.double, lambda tensor: tensor[:1]):
+        for change in (torch.Tensor.t, torch.Tensor.double, lambda tensor: tensor[:1], None):
             tensor = torch.zeros(2, 2, device="cpu", dtype=torch.float32)
             guards = _guards_of([tensor])
             unchanged = guards.check(tensor)
-            tensor.data = change(tensor.data)
-            if not unchanged or guards.check(tensor):
+            if change is None:
+                tensor.requires_grad_()
+            else:
+                tensor.data = change(tensor.data)
+            if not unchanged or call_with_grad(True, guards.check, tensor):
                 return False
         return True
     return False
@@ -390,32 +397,6 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/Foreac
 """
 
 
-def copy_all(targets: list[Any], sources: list[Any]) -> None:
-    """Copy each source into its target, on a device by one kernel for each dtype.
-
-    Copies to the host do not wait: the caller does.
-    """
-    if not targets:
-        return
-    if targets[0].is_cpu and sources[0].is_cpu:  # a loop in any case
-        torch._foreach_copy_(targets, sources)
-        return
-    # One tensor on the host, as AdamW's step is, makes CUDA copy a list one by one.
-    groups: dict[Any, tuple[list[Any], list[Any]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kind = (target.device, source.device, target.dtype)
-        if kind not in groups:
-            groups[kind] = ([], [])
-        groups[kind][0].append(target)
-        groups[kind][1].append(source)
-    for (to, of, dtype), group in groups.items():
-        if dtype in LISTED:
-            torch._foreach_copy_(*group, non_blocking=to != of)
-        else:
-            for target, source in zip(*group, strict=True):
-                target.copy_(source)
-
-
 def call_unseen(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function(*args)`` so that no mode sees it and autograd records nothing."""
     with without_torch_function(), without_torch_dispatch():
@@ -428,10 +409,29 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[None]] = private(
 )
 
 
-def concatenated(kinds: list[list[Any]]) -> list[torch.Tensor]:
-    """Copy all tensors of each kind by one call, unseen by modes and by autograd."""
+_cat = original_of(torch.cat)  # install("out") replaces it
+
+
+def concatenated(lists: list[list[Any]], memory: list[Any] | None = None) -> list[torch.Tensor]:
+    """Concatenate each list by one call, unseen by modes and autograd; into ``memory`` if any."""
     with without_torch_function(), without_torch_dispatch(), below_autograd():
-        return [torch.cat(tensors) for tensors in kinds]
+        if memory is None:
+            return list(map(_cat, lists))
+        for tensors, out in zip(lists, memory, strict=True):
+            if tensors[0].device == out.device:
+                _cat(tensors, out=out)
+            else:  # to the host, whose caller waits
+                copies = list(out.split(list(map(torch.Tensor.numel, tensors))))
+                torch._foreach_copy_(copies, tensors, non_blocking=True)
+        return memory
+
+
+def write_back(lists: list[list[Any]], copies: list[Any]) -> None:
+    """Write what :func:`concatenated` returned into the tensors."""
+    with without_torch_function(), without_torch_dispatch(), below_autograd():
+        for tensors, copied in zip(lists, copies, strict=True):
+            sources = list(copied.split(list(map(torch.Tensor.numel, tensors))))
+            torch._foreach_copy_(tensors, sources, non_blocking=not tensors[0].is_cpu)
 
 
 class _NotTheSame(Exception):  # noqa: N818  an answer

@@ -230,6 +230,8 @@ def _restore_dict(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 def _stored(node: dict[Any, Any]) -> dict[Any, Any]:
     """Return what a dict holds, not what its class makes of it: some make an object when asked."""
+    if type(node) is dict:
+        return node.copy()
     return {key: dict.__getitem__(node, key) for key in _kind(node).__iter__(node)}
 
 

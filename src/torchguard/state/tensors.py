@@ -37,12 +37,14 @@ from torchguard._torch import (
     without_torch_function,
 )
 from torchguard._torch.eager import (
-    below_autograd,
+    LISTED,
     call_unseen,
-    copy_all,
+    concatenated,
+    is_wrapped,
     layouts_of,
     same_tensors,
     versions_of,
+    write_back,
 )
 from torchguard.state.process import wait_for
 
@@ -404,7 +406,108 @@ def bytes_needed(
 # ---- many tensors at once ----
 
 # In C, as map() is: half of a loop's time.
+_data_ptr = Tensor.data_ptr
 _is_cpu, _is_leaf, _grad = map(operator.attrgetter, ("is_cpu", "is_leaf", "grad"))
+
+
+class Bulk:
+    """The memory of many tensors, copied by one call for each device and dtype.
+
+    The tensors are those of :func:`fills_its_memory`. What leads to their memory is made once, and
+    is good as long as :meth:`is_current`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._have_layouts = layouts_of(self.tensors)
+        flats = [call_unseen(_flat, each) for each in self.tensors]
+        pairs = list(zip(self.tensors, flats, strict=True))
+        # A tensor that is flat goes with its own memory; of the others there are views.
+        self._viewed = [tensor for tensor, flat in pairs if flat is not tensor]
+        self._aliases = [call_unseen(Tensor.detach, each) for each in self._viewed]
+        self._pointers = list(map(_data_ptr, self._viewed))
+        self._owners, self._flats = _packed([(t, flat) for t, flat in pairs if flat.numel()])
+
+    def is_current(self) -> bool:
+        """Whether the tensors have the same layouts, and those of views the same memory."""
+        return self._have_layouts() and list(map(_data_ptr, self._viewed)) == self._pointers
+
+    def copy(self, memory: list[Tensor] | None = None) -> list[Tensor]:
+        """Copy the tensors, into the memory of earlier copies if there are any."""
+        try:
+            copies = concatenated(self._flats, memory)
+        # On a device that holds the parameters, their gradients and two moments, there may be no
+        # room.
+        except torch.OutOfMemoryError:
+            copies = concatenated(self._flats, list(map(_on_the_host, self._flats)))
+        pairs = zip(self._flats, copies, strict=True)
+        if any(copied.is_cpu and not flats[0].is_cpu for flats, copied in pairs):
+            wait_for(self.tensors)
+        return copies
+
+    def restore(self, copies: list[Tensor]) -> None:
+        """Write copies into the same tensors, which have their memory and their layouts again."""
+        if not self.is_current():  # x.data = y, in a step that is rolled back
+            for tensor, alias in zip(self._viewed, self._aliases, strict=True):
+                tensor.data = alias
+        write_back(self._flats, copies)
+
+    def differing(self, copies: list[Tensor]) -> Iterator[Tensor]:
+        """Yield the tensors whose elements are not those of the copies."""
+        for owners, flats, copied in zip(self._owners, self._flats, copies, strict=True):
+            parts = copied.to(flats[0].device).split(list(map(Tensor.numel, flats)))
+            for owner, flat, part in zip(owners, flats, parts, strict=True):
+                if not call_unseen(torch.equal, flat, part):
+                    yield owner
+
+
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor is all that lies between its first and its last element."""
+    return (
+        is_plain(tensor)
+        and not is_wrapped(tensor)
+        and extent(tensor.shape, tensor.stride()) == tensor.numel()
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor in one dimension: the tensor itself if it has no other."""
+    if tensor.dim() == 1 and tensor.stride() == (1,) and tensor.dtype in LISTED:
+        return tensor
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat if flat.dtype in LISTED else flat.view(torch.uint8)
+
+
+# A CPU concatenates tensors at the price of one, in one thread, below what it splits among threads.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/TensorShape.cpp
+_MOST_ON_A_CPU = 32768
+_MOST_ON_A_DEVICE = 2**28  # so that memory in pieces is enough, and 32 bits are for an index
+
+
+def _packed(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Put tensors and their flat views into lists of one device and dtype: large ones alone."""
+    owners: list[list[Tensor]] = []
+    lists: list[list[Tensor]] = []
+    last: dict[Any, tuple[int, int]] = {}  # where the last list is, and how much more it takes
+    for owner, flat in pairs:
+        kind, size = (flat.device, flat.dtype), flat.numel()
+        most = _MOST_ON_A_CPU if flat.is_cpu else _MOST_ON_A_DEVICE
+        index, room = last.get(kind, (0, 0))
+        is_small = size < most // 4
+        if not is_small or size >= room:
+            index, room = len(lists), most
+            owners.append([])
+            lists.append([])
+        owners[index].append(owner)
+        lists[index].append(flat)
+        if is_small:
+            last[kind] = index, room - size
+    return owners, lists
+
+
+def _on_the_host(flats: list[Tensor]) -> Tensor:
+    size, dtype = sum(map(Tensor.numel, flats)), flats[0].dtype
+    return torch.empty(size, dtype=dtype, device="cpu", pin_memory=not flats[0].is_cpu)
 
 
 class Elements:
@@ -420,49 +523,40 @@ class Elements:
 
     def __init__(self, tensors: Iterable[Tensor], reuse: Elements | None = None) -> None:
         self._given = list(tensors)
-        self.plain: list[Tensor]
-        self.others: list[Snapshot]
-        self._have_layouts: Callable[[], bool]
+        self._bulk: Bulk
+        self._others: list[Tensor]
         memory: list[Tensor] | None = None
         if reuse is not None and reuse._is_of(self._given):
-            self.plain, self._have_layouts, memory = reuse.plain, reuse._have_layouts, reuse.copies
-            others = [saved.tensor for saved in reuse.others]
+            self._bulk, self._others, memory = reuse._bulk, reuse._others, reuse._copies
         else:
-            self.plain, others = parted(self._given, is_plain)
-            self._have_layouts = layouts_of(self.plain)
-        self.others = [capture(each, data=True) for each in others]
-        self.versions = versions_of(self.plain)
-        self.copies: list[Tensor] = call_unseen(_copied, self.plain, memory)
-        self.are_on_the_host = memory is not None or all(map(_is_cpu, self.copies))
+            plain, self._others = parted(self._given, fills_its_memory)
+            self._bulk = Bulk(plain)
+        self._saved = [capture(each, data=True) for each in self._others]
+        self._versions = versions_of(self._bulk.tensors)
+        self._copies: list[Tensor] | None = self._bulk.copy(memory)
 
     def _is_of(self, tensors: list[Tensor]) -> bool:
-        """Whether this is of the same tensors in the same layouts: to part them takes longer."""
-        return same_tensors(tensors, self._given) and self._have_layouts()
+        """Whether this is of the same tensors in the same memory: to part them takes longer."""
+        return same_tensors(tensors, self._given) and self._bulk.is_current()
 
     def restore(self) -> None:
         """Write the elements into the same tensors, and restore their version counters."""
-        call_unseen(copy_all, self.plain, self.copies)
-        restore_versions(self.plain, self.versions)
-        for saved in self.others:
+        if self._copies is not None:
+            self._bulk.restore(self._copies)
+        restore_versions(self._bulk.tensors, self._versions)
+        for saved in self._saved:
             saved.restore()
 
+    def differing(self) -> set[int]:
+        """Return the ids of the tensors whose elements are others now."""
+        return set(map(id, self._bulk.differing(self._copies or [])))
 
-def _copied(tensors: list[Tensor], memory: list[Tensor] | None) -> list[Tensor]:
-    """Copy tensors, into the memory of earlier copies if there are any."""
-    try:
-        copies = memory or list(map(torch.empty_like, tensors))
-    # On a device that holds the parameters, their gradients and two moments, there may be no room.
-    except torch.OutOfMemoryError:
-        copies = [
-            torch.empty_like(each, device="cpu", pin_memory=not each.is_cpu) for each in tensors
-        ]
-    with below_autograd():
-        copy_all(copies, tensors)
-    if not all(map(_is_cpu, tensors)) and any(
-        to.is_cpu and not of.is_cpu for to, of in zip(copies, tensors, strict=True)
-    ):
-        wait_for(tensors)
-    return copies
+    def for_reuse(self) -> Elements:
+        """Let go of copies on a device, whose allocator gives the same memory again."""
+        self._saved = []
+        if not all(map(_is_cpu, self._copies or [])):
+            self._copies = None
+        return self
 
 
 class Metadata:
@@ -474,14 +568,13 @@ class Metadata:
         # x.data = y, which model.to() does, leaves the tensor the same object and does not move
         # its version counter, so the addresses are compared.
         # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
-        self._pointers = list(map(Tensor.data_ptr, self.tensors))
-        # The same memory may be seen in another way: x.data = x.data.t(). A scalar has one element.
-        self._have_layouts = layouts_of([each for each in self.tensors if each.dim() > 0])
+        self._pointers = list(map(_data_ptr, self.tensors))
+        # The same memory may be seen in another way: x.data = x.data.t().
+        self._have_layouts = layouts_of(self.tensors)
 
     def is_current(self) -> bool:
         """Whether the tensors have the same memory and layout as when this was made."""
-        pointers = list(map(Tensor.data_ptr, self.tensors))
-        return pointers == self._pointers and self._have_layouts()
+        return list(map(_data_ptr, self.tensors)) == self._pointers and self._have_layouts()
 
     def restore(self, versions: Iterable[int | None]) -> None:
         """Restore layouts, storages and flags; the version counters become ``versions``."""
@@ -492,9 +585,10 @@ class Metadata:
 class Gradients:
     """A snapshot of which gradient each leaf has, and with ``data`` of its elements."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, data: bool = False) -> None:
-        every = list(tensors)
-        self._leaves = every if all(map(_is_leaf, every)) else list(filter(_is_leaf, every))
+    def __init__(
+        self, tensors: Iterable[Tensor], *, data: bool = False, are_leaves: bool = False
+    ) -> None:
+        self._leaves = list(tensors if are_leaves else filter(_is_leaf, tensors))
         self._gradients = list(map(_grad, self._leaves))
         self.present = [each for each in self._gradients if each is not None]
         self._elements = Elements(self.present) if data and self.present else None

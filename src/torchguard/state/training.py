@@ -20,11 +20,8 @@ from torch.optim import Optimizer
 
 from torchguard._pytree import ATOMS
 from torchguard._torch.eager import (
-    LISTED,
     MODULE_HOOKS,
     call_unseen,
-    concatenated,
-    copy_all,
     has_own_dispatch,
     hooks_registered,
     is_note_of_dynamo,
@@ -41,23 +38,25 @@ from torchguard.state.containers import (
     children,
     copy_of_tree,
     restore_container,
-    same_objects,
     walk,
 )
-from torchguard.state.process import RNGState, same_state
+from torchguard.state.process import RNGState, same_state, wait_for
 from torchguard.state.tensors import (
+    Bulk,
     Elements,
     Gradients,
     Metadata,
     Snapshot,
     capture,
+    fills_its_memory,
     is_plain,
     note_refused,
     parted,
     restore_versions,
 )
 
-_requires_grad = operator.attrgetter("requires_grad")  # in C, as map() is: half of a loop's time
+# In C, as map() is: half of a loop's time.
+_requires_grad, _is_leaf = map(operator.attrgetter, ("requires_grad", "is_leaf"))
 
 # ---- all of a training ----
 
@@ -150,18 +149,12 @@ class _Survey:
         self.all_parameters = [*self.parameters, *self.other_parameters]
         # A wrapper subclass keeps the tensors that it is made of there.
         self.attributes = [vars(each) for each in self.all_parameters if not has_own_dispatch(each)]
-        self.buffers, self.other_buffers = parted(
-            held,
-            lambda b: is_plain(b) and b.dtype in LISTED and b.is_contiguous() and b.numel() > 0,
-        )
+        self.buffers, self.other_buffers = parted(held, fills_its_memory)
         self.metadata = Metadata([*self.parameters, *self.buffers])
-        by_kind: dict[Any, list[Tensor]] = {}
-        for buffer in self.buffers:
-            by_kind.setdefault((buffer.device, buffer.dtype), []).append(
-                buffer if buffer.dim() == 1 else buffer.detach().view(-1)
-            )
-        self.flat_buffers = list(by_kind.values())
-        self._lengths = [list(map(Tensor.numel, tensors)) for tensors in self.flat_buffers]
+        self.bulk = Bulk(self.buffers)
+        self._flags = list(map(_requires_grad, self.parameters))
+        # A leaf stays one unless its flag changes: autograd refuses to write it in place.
+        self.are_leaves = all(map(_is_leaf, self.all_parameters)) and not self.other_parameters
 
     def is_current(self, groups: list[list[Tensor]]) -> bool:
         """Whether modules and optimizers hold the same tensors, and the tensors the same memory."""
@@ -171,10 +164,11 @@ class _Survey:
             and self.metadata.is_current()
         )
 
-    def split(self, copies: list[Tensor]) -> Iterator[tuple[list[Tensor], Sequence[Tensor]]]:
-        """Yield the buffers of each kind, with what a copy of all of them holds for each."""
-        for tensors, lengths, copied in zip(self.flat_buffers, self._lengths, copies, strict=True):
-            yield tensors, copied.split(lengths)
+    def flags(self) -> list[bool]:
+        """Return the ``requires_grad`` of all parameters; that it is current covers those."""
+        if self.other_parameters or not torch.is_grad_enabled():
+            return list(map(_requires_grad, self.all_parameters))
+        return self._flags
 
 
 class BufferCopies:
@@ -182,9 +176,7 @@ class BufferCopies:
 
     def __init__(self, survey: _Survey) -> None:
         self._survey = survey
-        self.versions = versions_of(survey.buffers)
-        # One call for all of a kind; most modules have many buffers of few numbers.
-        self._copies = concatenated(survey.flat_buffers)
+        self._copies = survey.bulk.copy()
         self._odd = [capture(each, data=True) for each in survey.other_buffers]
 
     def restore(self, keep: Sequence[nn.Module] = ()) -> None:
@@ -204,8 +196,8 @@ class BufferCopies:
 
     def restore_elements(self) -> None:
         """Write the elements into the same tensors."""
-        for tensors, kept in self._survey.split(self._copies):
-            call_unseen(copy_all, tensors, list(kept))
+        if self._copies:
+            self._survey.bulk.restore(self._copies)
         for saved in self._odd:
             saved.restore()
 
@@ -240,9 +232,10 @@ class TrainingSnapshot:
         self._modules = survey.modules.snapshot()
         self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.all_optimizers()}
         self._others = Containers(map(vars, training.others), into=has_state)
-        self._versions = versions_of(survey.parameters)
-        self._requires_grad = list(map(_requires_grad, survey.all_parameters))
-        self._gradients = Gradients(survey.all_parameters, data=True)
+        self._versions = versions_of(survey.metadata.tensors)
+        self._hooks_registered = hooks_registered()
+        self._requires_grad = survey.flags()
+        self._gradients = Gradients(survey.all_parameters, data=True, are_leaves=survey.are_leaves)
         self.has_gradients = bool(self._gradients.present)
         self._hung = Hung(survey)
         self.buffers = BufferCopies(survey)
@@ -266,15 +259,11 @@ class TrainingSnapshot:
         """Whether a parameter of an optimizer was written, by its version counter or its copy."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters, copies = self._survey.parameters, self._copies
-        versions = zip(parameters, self._versions, versions_of(parameters), strict=True)
+        versions = zip(parameters, self._versions, versions_of(parameters), strict=False)
         if any(before != now and id(each) in held for each, before, now in versions):
             return True
         # PyTorch's fused kernels move no counter.
-        pairs = () if copies is None else zip(copies.plain, copies.copies, strict=True)
-        return any(
-            id(each) in held and not call_unseen(torch.equal, each, copied.to(each.device))
-            for each, copied in pairs
-        )
+        return copies is not None and not held.isdisjoint(copies.differing())
 
     def written(self) -> bool:
         """Whether parameters that were not copied were written, by their version counters."""
@@ -282,9 +271,13 @@ class TrainingSnapshot:
         return self._copies is None and any(
             before != after and id(parameter) not in self._survey.copied
             for parameter, before, after in zip(
-                self._survey.parameters, self._versions, now, strict=True
+                self._survey.parameters, self._versions, now, strict=False
             )
         )
+
+    def wait(self) -> None:
+        """Wait for the devices: a stream of the program's may use what is about to be restored."""
+        wait_for(chain(self._survey.metadata.tensors, *self._training.groups()))
 
     def restore(self) -> None:
         """Restore everything; if a part fails, the others are restored all the same."""
@@ -321,17 +314,18 @@ class TrainingSnapshot:
         yield torch.clear_autocast_cache
 
     def _restore_metadata(self) -> None:
-        self._survey.metadata.restore((*self._versions, *self.buffers.versions))
+        self._survey.metadata.restore(self._versions)
 
     def _restore_flags(self) -> None:
         """Remove hooks that parameters have got, and restore ``requires_grad``."""
-        self._modules.remove_hooks_of(self._survey.all_parameters)
+        for parameter in self._survey.all_parameters:
+            remove_hooks_since(self._hooks_registered, parameter)
         for parameter, before in zip(self._survey.all_parameters, self._requires_grad, strict=True):
             if parameter.requires_grad != before:
                 parameter.requires_grad_(before)
 
     def _restore_versions(self) -> None:
-        restore_versions(self._survey.metadata.tensors, (*self._versions, *self.buffers.versions))
+        restore_versions(self._survey.metadata.tensors, self._versions)
 
 
 def _undos_of(items: Sequence[Any]) -> list[Callable[[], Any]]:
@@ -424,7 +418,6 @@ class ModulesSnapshot:
         # Copied each time: to compare them with the last copies takes twice as long.
         self._attributes = list(map(dict.copy, modules.attributes))
         self._hooks = {id(hooks): dict(hooks) for hooks in filter(None, modules.hook_dicts)}
-        self._hooks_registered = hooks_registered()
 
     def restore(self, *, lazy: bool = True) -> None:
         """Restore them in place; elements of tensors are not touched.
@@ -445,11 +438,6 @@ class ModulesSnapshot:
         for module, hooks in saved.hooks:
             if id(module) not in became:  # it has taken away its hooks
                 restore_container(hooks, self._hooks.get(id(hooks), {}))
-
-    def remove_hooks_of(self, tensors: Iterable[Tensor]) -> None:
-        """Remove the hooks that tensors have got since the snapshot."""
-        for tensor in tensors:
-            remove_hooks_since(self._hooks_registered, tensor)
 
 
 def comparison_of(values: Iterable[Any]) -> Callable[[Any, Any], bool]:
@@ -614,7 +602,8 @@ class StateContainers(Containers):
         return (
             self._is_plain
             and optimizer.state is self._state
-            and same_objects(list(optimizer.state.values()), self._entries)
+            and len(self._state) == len(self._entries)
+            and all(map(operator.is_, self._state.values(), self._entries))
             and self._same_values(self._entries, self._entry_copies)
         )
 

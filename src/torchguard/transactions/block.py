@@ -36,7 +36,7 @@ from torchguard._torch.eager import (
     steps_read_global_hooks,
 )
 from torchguard.errors import UnrecoverableStepError, with_causes
-from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back, wait_for
+from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
 from torchguard.state.tensors import Elements, failures_in, warn_if_refused
 from torchguard.state.training import (
     BufferCopies,
@@ -67,7 +67,7 @@ class Guarded:
     """Empty from the second step of each optimizer on."""
     outside: StepsOutside
     kept: dict[Optimizer, Elements] = field(default_factory=dict)
-    """Copies of an optimizer's last step, whose memory the next one uses again."""
+    """Copies of an optimizer's last step, whose lists and memory the next one uses again."""
     compiled: set[Optimizer] = field(default_factory=set)
     """Those whose step Dynamo has traced: it runs without the hooks."""
     accumulation: BufferCopies | None = None
@@ -257,7 +257,7 @@ class Block:
         """
         problems: list[str] = []
         with failures_in(problems):
-            self._wait()
+            warn_if_refused(self.snapshot.wait, failure="waiting for the device")
             for step in reversed(self._stepped):
                 if step.copies is None:
                     name = type(step.optimizer).__name__
@@ -272,13 +272,6 @@ class Block:
                 )
             self.snapshot.restore()
         return problems
-
-    def _wait(self) -> None:
-        """Wait for the devices: a stream of the program's may use what is about to be restored."""
-        training = self.guarded.training
-        held = [t for m in training.modules for t in (*m.parameters(), *m.buffers())]
-        held += [each for group in training.groups() for each in group]
-        warn_if_refused(call_unseen, wait_for, held, failure="waiting for the device")
 
     def finish_step(self, exception: BaseException) -> str:
         """Complete a step that counts though its block raised; return a note for the exception."""
@@ -315,9 +308,8 @@ class Block:
             guarded.gate.restore_gradients()
             guarded.gate.loss = None
         for step in filter(None, (*self._stepped, self._pending)):
-            # On a CPU fresh memory is paged in anew; a GPU's allocator gives the same again.
-            if step.copies is not None and step.copies.are_on_the_host:
-                guarded.kept[step.optimizer] = step.copies
+            if step.copies is not None:
+                guarded.kept[step.optimizer] = step.copies.for_reuse()
         self._stepped, self._pending = [], None
         if self in opened:
             opened.remove(self)

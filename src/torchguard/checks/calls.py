@@ -212,8 +212,13 @@ def _noted(site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
     # A capture runs nothing: what it would keep here is computed when the graph is replayed.
     if not values.numel() or is_capturing():
         return values
-    flags.keep([site], *torch.aminmax(looked_at(site, values, unread)))
-    return cast("torch.Tensor", clamped(site, values, unread))
+    inside: torch.Tensor = clamped(site, values, None)
+    if unread is None:
+        flags.keep([site], *torch.aminmax(looked_at(site, values, None)))
+        return inside
+    # A tensor in both places: of a number torch would make one, by one more kernel.
+    flags.keep([site], *torch.aminmax(torch.where(unread, inside, values)))
+    return torch.where(unread, values, inside)
 
 
 def _described(site: Site, values: torch.Tensor, unread: torch.Tensor | None) -> Exception:

@@ -21,6 +21,7 @@ CASES = [
     Case("AdamW", "fused", amp=True, device="cuda"),
     Case("AdamW", "foreach", amp=True, device="cuda", feature="accumulation"),
     Case("SGD", "foreach", device="cuda", feature="shared"),
+    Case("AdamW", "capturable", device="cuda"),
 ]
 
 
@@ -107,27 +108,64 @@ def test_without_a_transaction_it_does_not_hold() -> None:
     assert differences(state_of(training), expected)
 
 
-def halved(fail_at: int | None, parts: int = 1) -> tuple[dict[str, Any], int]:
-    """Run two steps of ``run(retry="halve")``, whose second runs out of memory once."""
-    training = Training(Case("AdamW", "foreach", device="cuda"))
-    step = torchguard.transaction(training.model, training.optimizers)
+# ---- run(retry="halve") ----
 
-    def loss_of(batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(training.model(batch[0]), batch[1])
+HALVED = [Case("AdamW", each, device="cuda") for each in ("foreach", "capturable", "fused")]
 
-    step.run(loss_of, training.batches[0])
+
+class Halving:
+    """Two steps of ``run(retry="halve")``, of which the second runs out of memory."""
+
+    def __init__(self, case: Case) -> None:
+        self.training = Training(case)
+        self.step = torchguard.transaction(self.training.model, self.training.optimizers)
+        self.run(0)
+
+    def run(self, number: int, parts: int = 1) -> dict[str, Any]:
+        def loss_of(batch: Any) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.training.model(batch[0]), batch[1])
+
+        self.step.run(loss_of, self.training.batches[number], parts=parts, retry="halve")
+        return state_of(self.training)
+
+    def one_point(self, at: int, count: int, expected: list[dict[str, Any]]) -> Iterator[str]:
+        """Let memory run out in the second step; yield what is wrong."""
+        before = state_of(self.training) | identity_of(self.training)
+        try:
+            with fake.failing(at, count):
+                found = self.run(1)
+        except torch.OutOfMemoryError:
+            now = state_of(self.training) | identity_of(self.training)
+            yield from (f"not restored: {each}" for each in differences(now, before))
+            found = self.run(1)
+        # Parts are one or the other for all of a step, and not for each tensor.
+        wrong = [differences(found, each) for each in expected]
+        yield from min(wrong, key=len)
+
+
+def sweep_halving(case: Case, every: int, offset: int) -> list[str]:
+    """Fail at every so many allocations of the second step; parts may be of 4, 2 or 1 samples."""
+    expected = [Halving(case).run(1, parts) for parts in (1, 2, 4)]
+    whole = Halving(case)
     before = fake.counts()
-    with fake.failing(0 if fail_at is None else fail_at, fail_at is not None):
-        step.run(loss_of, training.batches[1], parts=parts, retry="halve")
-    return state_of(training), fake.counts().since(before).allocations
+    whole.run(1)
+    allocations = fake.counts().since(before).allocations
+    return [
+        f"{case} at {at} of {allocations}, {count} fail: {each}"
+        for at in range(offset, allocations, every)
+        for count in (COMES_BACK, STAYS_FULL)
+        for each in Halving(case).one_point(at, count, expected)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.*a batch of 4 samples ran out of memory")
-def test_a_batch_without_memory_is_run_in_halves() -> None:
-    whole, allocations = halved(None)
-    in_parts, _ = halved(None, parts=2)
-    assert differences(whole, in_parts)
-    for at in range(5, allocations, EVERY):
-        found, _ = halved(at)
-        assert not differences(found, in_parts) or not differences(found, whole), at
-        assert not differences(found, in_parts, whole)
+@pytest.mark.parametrize("case", HALVED, ids=str)
+def test_a_batch_without_memory_is_run_in_parts_or_not_at_all(case: Case) -> None:
+    assert sweep_halving(case, EVERY, offset=5) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*a batch of 4 samples ran out of memory")
+@pytest.mark.parametrize("case", HALVED, ids=str)
+def test_parts_hold_at_every_allocation(case: Case) -> None:
+    assert sweep_halving(case, 1, offset=0) == []

@@ -11,7 +11,7 @@ import importlib
 from benchmarks.program import Benchmark
 
 _NAMES = (
-    "end_to_end", "resize", "transaction", "verified", "buckets", "sampler", "assign",
+    "end_to_end", "resize", "transaction", "verified", "buckets", "sampler", "pairs", "assign",
     "recompute", "checkpoint", "import", "cuda_tests",
 )  # fmt: skip
 

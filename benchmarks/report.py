@@ -155,6 +155,7 @@ FIGURES: tuple[tuple[str, str, Callable[[costs.Newest], str]], ...] = (
     ("docs/training/checkpoints.md", "costs", partial(costs.table, costs.CHECKPOINT)),
     ("docs/training/recompute.md", "costs", partial(costs.table, costs.RECOMPUTE)),
     ("docs/compile/batches.md", "waste", partial(_whole, "sampler")),
+    ("docs/compile/batches.md", "pairs", partial(_whole, "pairs")),
 )
 """A page, the mark in it, and what makes the text there of the newest records."""
 

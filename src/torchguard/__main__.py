@@ -19,13 +19,13 @@ _COMMANDS = {
 }
 
 _EXAMPLES = f"""examples:
-  python -m torchguard demo                           PyTorch next to torchguard, six times
-  python -m torchguard doctor                         known defects of your PyTorch: some minutes
-  python -m torchguard doctor resize-locked           one defect, and all that is known about it
+  python -m torchguard demo                   six failures, with and without it
+  python -m torchguard doctor                 known defects of your PyTorch
+  python -m torchguard doctor resize-locked   all that is known about one
   python -m torchguard run --guards resize,out train.py --epochs 3
   python -m torchguard plan lengths.npy --buckets 8
-  python -m torchguard verify checkpoint              whether a checkpoint is whole
-  python -m torchguard COMMAND --help                 its options; of doctor, all names
+  python -m torchguard verify checkpoint      is a checkpoint complete?
+  python -m torchguard COMMAND --help         its options; of doctor, all names
 
 documentation: {DOCUMENTATION}
 """

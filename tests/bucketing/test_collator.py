@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from torchguard import BucketCollator, Buckets
+from torchguard import BucketBatchSampler, BucketCollator, Buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -337,6 +337,29 @@ def test_rows_by_the_axis_of_the_sampler() -> None:
         batch_sizes=rows(3),
     )([])
     assert made["ids"].shape == (3, 8)
+
+
+@pytest.mark.parametrize("longer", [max, lambda pair: pair[0]], ids=["the longer", "the source"])
+def test_pairs_get_the_rows_of_the_longer_length(longer: Any) -> None:
+    """A full batch is full; with the length of the source alone, nothing is refused."""
+    random = torch.Generator().manual_seed(0)
+    pairs = torch.randint(1, 17, (200, 2), generator=random).tolist()
+    samples = [{"x": torch.ones(s), "y": torch.ones(t)} for s, t in pairs]
+    sampler = BucketBatchSampler(list(map(longer, pairs)), [4, 8, 16], tokens=64)
+    collate = BucketCollator(
+        [4, 8, 16], {"x": {1: "s"}, "y": {1: "t"}}, batch_sizes=sampler.batch_sizes,
+        mask_key={"s": "seen", "t": "also"},
+    )  # fmt: skip
+    filled = 0
+    for numbers in sampler:
+        batch = collate([samples[number] for number in numbers])
+        rows, size = batch["x"].shape
+        assert batch["seen"].shape == (rows, size)
+        assert batch["also"].shape == batch["y"].shape
+        filled += rows - len(numbers)
+        if longer is max:
+            assert rows == sampler.batch_sizes[max(size, batch["y"].shape[1])]
+    assert filled < 3 * 16 or longer is not max  # of the last batch of each bucket
 
 
 def test_samples_of_another_structure_are_named() -> None:

@@ -101,6 +101,9 @@ def test_files(
         (("--batch", "3"), b"1 2", "batch_size is 3, expected at most 2"),
         (("--tokens", "8"), b"9", "one item of bucket 9 costs 9: pass tokens=9 or more"),
         (("--tokens", "8", "--batch", "2"), b"1 2", "give one of them"),
+        (("--pairs",), b"1 2", "give --tokens too"),
+        (("--pairs", "--tokens", "8"), b"1 2\n3 4 5 6\n", "4 in line 2, expected 2 columns"),
+        (("--pairs", "--tokens", "8"), npy([1, 2]), "has shape (2,), expected 2 columns"),
         (("--buckets", "0"), b"1", "argument --buckets: '0' is no whole number from 1 on"),
         (("--cost", "cubic"), b"1", "argument --cost"),
         (("missing.txt",), b"", "No such file"),
@@ -122,6 +125,34 @@ def test_bad_usage(
     assert message in shown
     assert "Buckets.fit" not in shown or "--tokens" in arguments
     assert "_count" not in shown
+
+
+@pytest.mark.parametrize("kind", ["text", "npy"])
+def test_pairs(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines to paste make the batches whose waste is shown, by axis."""
+    random = np.random.default_rng(1)
+    pairs = np.stack((WORDS, (np.array(WORDS) * random.lognormal(0, 0.3, len(WORDS))).clip(1)), 1)
+    pairs = pairs.astype(np.int64)
+    path = tmp_path / "pairs"
+    if kind == "text":
+        path.write_text("\n".join(f"{source},{target}" for source, target in pairs) + "\n")
+    else:
+        path.write_bytes(npy(pairs))
+    assert run(str(path), "--pairs", "--tokens", "512", "--buckets", "4") == 0
+    shown = capsys.readouterr().out
+    assert f"target: {pairs[:, 1].min()} to {pairs[:, 1].max()}, median" in shown
+    pasted = shown.partition("the dimensions that vary:")[2]
+    rows = [{"input_ids": [1] * s, "labels": [2] * t} for s, t in pairs.tolist()]
+    names: dict[str, Any] = {"pairs": pairs.tolist(), "dataset": rows}
+    names |= {"BucketBatchSampler": BucketBatchSampler, "DataLoader": torch.utils.data.DataLoader}
+    names["BucketCollator"] = torchguard.BucketCollator
+    exec(textwrap.dedent(pasted.strip("\n")), names)  # noqa: S102
+    padded = sum(b["input_ids"].numel() + b["labels"].numel() for b in names["loader"])
+    shapes = {(b["input_ids"].shape, b["labels"].shape) for b in names["loader"]}
+    names["sampler"].set_epoch(0)
+    assert f"waste: {100 * (padded / pairs.sum() - 1):.1f} % of all tokens" in shown
+    assert "rows of padding" in shown
+    assert len(shapes) >= 4
 
 
 class Model(torch.nn.Module):

@@ -127,6 +127,22 @@ class MeanLoss(OwnLoss, RetryTrainer):
     pass
 
 
+class NoItems:
+    """As with a model that does not take ``num_items_in_batch``; GPT2 shifts the labels itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class PlainNoItems(NoItems, transformers.Trainer):  # type: ignore[misc,name-defined]
+    pass
+
+
+class RetryNoItems(RetryMixin, PlainNoItems):
+    pass
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_equals_trainer_where_nothing_fails(accumulation: int, tmp_path: Path) -> None:
     ends = []
@@ -146,22 +162,23 @@ def test_equals_trainer_where_nothing_fails(accumulation: int, tmp_path: Path) -
     [
         (gpt2, transformers.Trainer, RetryTrainer),
         (Classifier, transformers.Trainer, RetryTrainer),
+        (gpt2, PlainNoItems, RetryNoItems),
         (gpt2, Plain, MeanLoss),
     ],
-    ids=["a share of all items", "a mean", "a mean of one's own"],
+    ids=["a share of all items", "a mean", "a mean of shifted labels", "a mean of one's own"],
 )
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_halves_have_the_gradient_of_the_micro_batch(
     make: Callable[[], nn.Module], plain: Any, retried: Any, accumulation: int, tmp_path: Path
 ) -> None:
     if plain is Plain and accumulation > 1:
         pytest.skip("Trainer adds up the means of such a loss")
     given = arguments(tmp_path, gradient_accumulation_steps=accumulation, optim="sgd")
-    right = plain(make(), given, train_dataset=data())
+    right = plain(make(), given, train_dataset=data(64))
     right.train()
     model = make()
     seen = full_above(model, rows=1)
-    trainer = retried(model, given, train_dataset=data())
+    trainer = retried(model, given, train_dataset=data(64))
     trainer.train()
     assert seen[:3] == [4, 2, 1]
     assert set(seen[3:]) == {1}  # remembered
@@ -185,6 +202,7 @@ def test_one_micro_batch_of_four_fails(tmp_path: Path) -> None:
     "options",
     [
         {"bf16": True},
+        {"fp16": True},
         {"gradient_checkpointing": True},
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
         {"label_smoothing_factor": 0.1},

@@ -54,7 +54,8 @@ class BucketCollator:
             one position, because attention to nothing is NaN; that of an axis whose tensors all
             have a negative fill, as labels have, is False. ``fill`` has
             to say what they hold of tensors that ``dims`` does not name: ``{"label": -100}``. Of
-            several axes it is the first that has buckets of these sizes.
+            several axes with buckets of these sizes the longer one says how many rows there are:
+            the sampler gets ``max(source, target)`` of each sample.
 
     Raises:
         TypeError: ``dims`` does not name dimensions of tensors.
@@ -155,7 +156,7 @@ class BucketCollator:
                     more = row * (sizes[name] - len(lengths))
                     lengths = more + lengths if self._side == "left" else lengths + more
         if self._batch_sizes is not None:
-            lengths = lengths + row * (self._rows(sizes) - len(lengths))
+            lengths = lengths + row * (self._rows(sizes, len(lengths)) - len(lengths))
         return lengths
 
     def _evened(self, samples: list[Any]) -> tuple[list[Any], dict[str, list[int]]]:
@@ -225,10 +226,11 @@ class BucketCollator:
             part, fill = part_of(value, path, label, _NAME), self._fills.get(path, 0)
             yield _Part(path, part, axes, fill, keystr(label, path, value))
 
-    def _rows(self, sizes: Mapping[str, int]) -> int:
-        """Return how many rows a batch of these buckets gets."""
-        axis, rows = self._batch_sizes  # type: ignore[misc]
-        return rows[sizes[axis]]
+    def _rows(self, sizes: Mapping[str, int], there: int) -> int:
+        """Return how many rows a batch of these buckets gets, which has some already."""
+        axes, rows = self._batch_sizes  # type: ignore[misc]
+        # If the sampler was given the length of one axis, another one may be longer.
+        return min((rows[sizes[axis]] for axis in axes), key=lambda each: (each < there, each))
 
     def _with_rows(
         self, batch: Any, padded: dict[KeyPath, torch.Tensor], sizes: Mapping[str, int]
@@ -247,9 +249,10 @@ class BucketCollator:
                     f"BucketCollator: {keystr('fill', path)} is given, but the batch has no tensor "
                     f"{keystr('batch', path)}"
                 )
-        rows, wanted = next(iter(padded.values())).shape[0], self._rows(sizes)
+        rows = next(iter(padded.values())).shape[0]
+        wanted = self._rows(sizes, rows)
         if rows > wanted:
-            axis, _ = self._batch_sizes  # type: ignore[misc]
+            (axis, *_), _ = self._batch_sizes  # type: ignore[misc]
             raise ValueError(
                 f"BucketCollator: a batch of {rows} rows is {sizes[axis]} long in {axis!r}, where "
                 f"batch_sizes allows {wanted}. If BucketBatchSampler made it, the lengths that it "
@@ -340,8 +343,8 @@ def _mask_keys(given: Any, axes: dict[str, None]) -> dict[str, str]:
 
 def _batch_sizes(
     given: Any, buckets: Mapping[str, Buckets]
-) -> tuple[str, Mapping[int, int]] | None:
-    """Return which axis decides on the number of rows, and ``{size: rows}``."""
+) -> tuple[list[str], Mapping[int, int]] | None:
+    """Return which axes decide on the number of rows, and ``{size: rows}``."""
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -349,9 +352,9 @@ def _batch_sizes(
             f"BucketCollator: batch_sizes is {given!r}, expected sampler.batch_sizes, a dict "
             "{size: rows}"
         )
-    for axis, ladder in buckets.items():
-        if all(size in given for size in ladder):
-            return axis, given
+    axes = [name for name, ladder in buckets.items() if all(size in given for size in ladder)]
+    if axes:
+        return axes, given
     raise ValueError(
         f"BucketCollator: batch_sizes has the sizes {', '.join(map(repr, given))}, expected those "
         f"of the buckets of {' or '.join(buckets)}: give collator and sampler the same buckets"

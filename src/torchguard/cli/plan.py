@@ -42,6 +42,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--maximum", help="the longest there can be: the largest bucket", **number)
     batches = "plan for the longest of random batches of N: what the model sees"
     add("--batch", default=1, help=batches, **number)
+    pairs = "two columns, source and target: plan for the longer one, and show what each wastes"
+    add("--pairs", action="store_true", help=pairs)
     tokens = "plan for the batches of BucketBatchSampler: as many of one bucket as N tokens hold"
     add("--tokens", help=tokens, **number)
     parser.set_defaults(command=_main, parser=parser)
@@ -64,9 +66,16 @@ def _plan(options: argparse.Namespace) -> list[str]:
             "--batch is for batches drawn at random, --tokens for those of BucketBatchSampler: "
             "give one of them"
         )
+    if options.pairs and options.tokens is None:
+        raise ValueError("--pairs is for the batches of BucketBatchSampler: give --tokens too")
     name = "standard input" if options.file == "-" else options.file
-    observed = observe(_read(options.file, name), name)
-    lines = [f"{observed.total:,.0f} lengths from {name}: {_range(observed)}"]
+    lengths = _read(options.file, name, 2 if options.pairs else 1)
+    observed = observe(lengths.max(1) if options.pairs and lengths.size else lengths, name)
+    begin = f"{observed.total:,.0f} {'pairs' if options.pairs else 'lengths'} from {name}"
+    lines = [f"{begin}{'; the longer of each' * options.pairs}: {_range(observed)}"]
+    if options.pairs:
+        axes = zip(("source", "target"), lengths.T, strict=True)
+        lines += [f"  {axis}: {_range(observe(column, name))}" for axis, column in axes]
     if options.batch > 1:
         observed = observe(batch_maxima(_histogram(observed), options.batch, name), name)
         batches = f"random batches of {options.batch}"
@@ -82,22 +91,58 @@ def _plan(options: argparse.Namespace) -> list[str]:
     # The table ends at the same largest size, so that its waste can be compared.
     curve = best_ladders(observed, _COUNTS, **aligned, top=buckets.sizes[-1])
     lines += _report(options, observed, buckets, [each.cost for each in curve])
+    if options.pairs:
+        lines += _of_pairs(options, lengths, buckets)
     return lines + _usage(options, buckets)
 
 
-def _read(file: str, name: str) -> NDArray[Any] | list[int]:
-    """Read the lengths in a file of numpy, or in a text."""
+def _read(file: str, name: str, columns: int) -> NDArray[Any]:
+    """Read the lengths in a file of numpy, or in a text: (N), or (N, 2) with two columns."""
     if file == "-" and sys.stdin.isatty():
         sys.stderr.write("reading lengths from standard input; end with Ctrl-D\n")
     content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     if content.startswith(b"\x93NUMPY"):
         array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        found = f"shape {array.shape}" if array.shape[1:] != (columns,) else ""
+    else:
+        try:
+            text = content.decode("utf-8-sig").replace(",", " ")
+            lines = [[int(word) for word in line.split()] for line in text.splitlines()]
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: neither a .npy file nor a text of integers: {error}"
+            ) from None
+        wrong = (f"{len(line)} in line {n}" for n, line in enumerate(lines, 1) if line)
+        found = next((each for each in wrong if not each.startswith(f"{columns} ")), "")
+        array = np.array([each for line in lines for each in line], dtype=np.int64)
+    if columns == 1:
         return array.reshape(-1)
-    try:
-        text = content.decode("utf-8-sig")
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise ValueError(f"{name}: neither a .npy file nor a text of integers: {error}") from None
+    if found:
+        raise ValueError(f"--pairs: {name} has {found}, expected {columns} columns of lengths")
+    return array.reshape(-1, columns)
+
+
+def _of_pairs(options: argparse.Namespace, pairs: NDArray[Any], buckets: Buckets) -> list[str]:
+    """Return what an epoch of pairs wastes on each axis, and on rows of padding."""
+    from torchguard import BucketBatchSampler  # noqa: PLC0415 - imports torch
+
+    given = {"tokens": options.tokens, "cost": options.cost, "rank": 0, "world_size": 1}
+    sampler = BucketBatchSampler(pairs.max(1), buckets, **given)
+    sizes, real = np.array(buckets.sizes), pairs.sum()
+    padded, filled, shapes = np.zeros(2), 0.0, set()
+    for batch in sampler:
+        axes = sizes[np.searchsorted(sizes, pairs[batch].max(0))]
+        rows = sampler.batch_sizes[int(axes.max())]
+        shapes.add((rows, *axes.tolist()))
+        padded += len(batch) * axes
+        filled += (rows - len(batch)) * axes.sum()
+    wastes = [*((padded - pairs.sum(0)) / real), filled / real]
+    parts = zip(("source", "target", "rows of padding"), map(_percent, wastes), strict=True)
+    return [
+        "",
+        f"an epoch of pairs, both padded to these buckets: {len(shapes)} shapes",
+        f"waste: {_percent(sum(wastes))} of all tokens; {', '.join(map(' '.join, parts))}",
+    ]
 
 
 def _histogram(observed: Observed) -> dict[int, float]:
@@ -144,24 +189,32 @@ def _report(
 
 def _usage(options: argparse.Namespace, buckets: Buckets) -> list[str]:
     """Return the lines of Python that take the buckets."""
-    lines = ["", "to use them, where 't' is the dimension that varies:"]
+    varies, second, mask = "'t' is the dimension that varies", "t", "'attention_mask'"
+    if options.pairs:
+        varies, second = "'t' and 'u' are the dimensions that vary", "u"
+        mask = "{'t': 'attention_mask'}"
+    lines = ["", f"to use them, where {varies}:"]
     sizes = f"  sizes = [{', '.join(map(str, buckets))}]"
     lines += textwrap.wrap(sizes, _CODE, subsequent_indent=" " * 11)
-    lines.append("  dims = {'input_ids': {1: 't'}, 'labels': {1: 't'}}")
+    lines.append(f"  dims = {{'input_ids': {{1: 't'}}, 'labels': {{1: '{second}'}}}}")
     batches, rows = "batch_size=32", list[str]()
     if options.tokens is not None:
         cost = "" if options.cost == "linear" else f", cost={options.cost!r}"
-        sampler = f"BucketBatchSampler(lengths, sizes, tokens={options.tokens}{cost})"
+        lengths = "list(map(max, pairs))" if options.pairs else "lengths"
+        sampler = f"BucketBatchSampler({lengths}, sizes, tokens={options.tokens}{cost})"
         lines.append(f"  sampler = {sampler}")
         batches, rows = "batch_sampler=sampler", ["batch_sizes=sampler.batch_sizes,"]
-    return [
-        *lines,
-        "  collate = BucketCollator(sizes, dims, mask_key='attention_mask',",
+    lines += [
+        f"  collate = BucketCollator(sizes, dims, mask_key={mask},",
         *(f"                           {line}" for line in (*rows, "fill={'labels': -100})")),
         f"  loader = DataLoader(dataset, {batches}, collate_fn=collate)",
-        "  model = bucketed(model, dims=dims, buckets=sizes, mask='attention_mask',",
-        "                   fill={'labels': -100}, compile=True)",
     ]
+    if not options.pairs:
+        lines += [
+            "  model = bucketed(model, dims=dims, buckets=sizes, mask='attention_mask',",
+            "                   fill={'labels': -100}, compile=True)",
+        ]
+    return lines
 
 
 def _range(observed: Observed) -> str:

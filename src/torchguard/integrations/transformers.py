@@ -146,6 +146,7 @@ class RetryMixin:
         self._random: RNGState | None = None  # when the last complete step ended
         self._rows: int | None = None  # of a part, once a micro-batch ran out of memory
         self._is_share: bool | None = None
+        self._first_counts = True  # whether a loss that is a mean counts the first label of a row
         self.add_callback(_Blocks(self))  # type: ignore[attr-defined]
 
     # ---- what Trainer calls ----
@@ -234,16 +235,16 @@ class RetryMixin:
         items = args[0] if args else kwargs.get("num_items_in_batch")
         assert self._rows is not None
         rows = rows_of(inputs, self.split, {})
-        whole = self._count(inputs)
         total: torch.Tensor | None = None
-        if items is not None and self._is_share is None:
-            one = next(rows.parts(inputs, 1))[0]
-            self._is_share = self._divides_by_items(model, one, items)
+        if self._is_share is None:
+            row = next(rows.parts(inputs, 1))[0]
+            self._is_share = items is not None and self._divides_by_items(model, row, items)
+            self._first_counts = self._is_share or self._counts_first_label(model, row, items)
+        whole = self._count(inputs)
         for part, share in rows.parts(inputs, self._rows):
-            if items is not None and self._is_share:
+            weight = self._count(part) / whole if whole else share
+            if self._is_share:
                 weight = 1.0  # a sum over the part, divided by what all micro-batches have
-            else:
-                weight = self._count(part) / whole if whole else share
             with self._weighted(weight):
                 loss: torch.Tensor = run(model, part, *args, **kwargs) * weight
             total = loss if total is None else total + loss
@@ -252,11 +253,10 @@ class RetryMixin:
 
     def _count(self, inputs: Any) -> int:
         """Return over how many labels the loss of the inputs is a mean; 0 if there is no label."""
-        labels = inputs.get("labels") if hasattr(inputs, "get") else None
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
+        labels = _labels(inputs)
+        if labels is None:
             return 0
-        # https://github.com/huggingface/transformers/blob/main/src/transformers/trainer.py
-        if getattr(self, "_loss_shifts_labels", False) and labels.ndim > 1:
+        if not self._first_counts and labels.ndim > 1:
             labels = labels[..., 1:]
         return int((labels != _IGNORED).sum())
 
@@ -266,15 +266,29 @@ class RetryMixin:
         A ``compute_loss`` of your own, or a model that takes the argument and ignores it, returns a
         mean instead.
         """
+        once, twice = (self._tried(model, row, number) for number in (items, 2 * items))
+        return abs(twice - once / 2) < abs(twice - once)
+
+    def _counts_first_label(self, model: Any, row: Any, items: Any) -> bool:
+        """Try on one row whether its first label counts: a model of text predicts the next one."""
+        labels = _labels(row)
+        if labels is None or labels.ndim == 1:
+            return True
+        with_first, without = labels.clone(), labels.clone()
+        with_first[..., 0].clamp_(min=0)  # no class, where it is ignored
+        without[..., 0] = _IGNORED
+        one, other = (
+            self._tried(model, {**row, "labels": each}, items) for each in (with_first, without)
+        )
+        return one != other and not (math.isnan(one) and math.isnan(other))
+
+    def _tried(self, model: Any, row: Any, items: Any) -> float:
+        """Return the loss of a row, without a gradient and without dropout."""
         trainer: Any = self
         model.eval()  # training_step calls train()
-        row = trainer._prepare_inputs(row)
+        row = trainer._prepare_inputs(copy.copy(row))
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            once, twice = (
-                float(trainer.compute_loss(model, copy.copy(row), num_items_in_batch=number))
-                for number in (items, 2 * items)
-            )
-        return abs(twice - once / 2) < abs(twice - once)
+            return float(trainer.compute_loss(model, row, num_items_in_batch=items))
 
     @contextlib.contextmanager
     def _weighted(self, weight: float) -> Iterator[None]:
@@ -346,6 +360,14 @@ class RetryTrainer(RetryMixin, Trainer):
         ...     trainer = RetryTrainer(model, args, train_dataset=dataset)
         ...     trainer.train(resume_from_checkpoint=True)
     """
+
+
+def _labels(inputs: Any) -> torch.Tensor | None:
+    """Return the labels that are classes, if there are any."""
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
+        return None
+    return labels
 
 
 class _Blocks(TrainerCallback):

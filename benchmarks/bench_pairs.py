@@ -62,7 +62,7 @@ def by_one_length(source: Lengths, target: Lengths, length: Lengths) -> Iterator
         buckets = [sizes[np.searchsorted(sizes, length[batch].max())] for batch in batches]
         rows = np.array([sampler.batch_sizes[int(size)] for size in buckets])
         longest = [(source[batch].max(), target[batch].max()) for batch in batches]
-        ladders = [(sizes, sizes)]
+        ladders = [(sizes, sizes)] if target.max() <= sizes[-1] else []
         for more in (1, 2, 3, 4, 8):
             targets = np.array(Buckets.fit(target, more).sizes)
             ladders.append((np.array(Buckets.fit(source, count).sizes), targets))

@@ -24,6 +24,11 @@ def loader() -> Any:
     return torch.utils.data.DataLoader([[1], [1, 2], [1, 2, 3]], sampler=sampler)  # type: ignore[arg-type]
 
 
+def training(**options: Any) -> Any:
+    model = nn.Linear(1, 1)
+    return guard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "an option of inductor": (
         lambda: guard.verified(double, fallback_random=True),
@@ -87,6 +92,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "model is of type str, expected a module",
     ),
     "lengths as a text": (lambda: guard.length_mask("ab", 3), "lengths is 'ab', expected a list"),
+    "a loss without a gradient": (
+        lambda: training().run(lambda batch: batch.sum(), torch.ones(2)),
+        "leave out .detach()",
+    ),
+    "a class of schedulers": (
+        lambda: training(scheduler=torch.optim.lr_scheduler.StepLR),
+        "scheduler is of type type, expected a scheduler",
+    ),
+    "a range for a scheduler": (
+        lambda: training(scheduler=range(3)),
+        "scheduler is of type int, expected a scheduler",
+    ),
+    "Transaction for transaction": (
+        lambda: guard.Transaction(nn.Linear(1, 1)),
+        "write transaction(model, optimizer)",
+    ),
+    "dim and buckets swapped": (
+        lambda: guard.pad_to_bucket(torch.ones(3), [4], 0),
+        "dim is [4], expected a number: pad_to_bucket(x, dim, buckets)",
+    ),
     "load a dict": (lambda: guard.load({}), "f is of type dict, expected a path or a file"),
 }
 
@@ -101,6 +126,20 @@ def test_a_mistake_says_what_to_type(name: str) -> None:
 def test_a_folder_is_no_file(tmp_path: Any) -> None:
     with pytest.raises(IsADirectoryError, match="expected a file in it"):
         torchguard.save(1, tmp_path)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_in_no_folder_says_what_to_make(tmp_path: Any, there: bool) -> None:
+    if there:
+        (tmp_path / "runs").touch()
+    error = NotADirectoryError if there else FileNotFoundError
+    with pytest.raises(error, match=r"path is .*in a folder that exists: os\.makedirs"):
+        guard.checkpoint_folder(tmp_path / "runs" / "last").__enter__()
+
+
+def test_no_samples() -> None:
+    with pytest.raises(ValueError, match="samples is empty"):
+        guard.BucketCollator([4], {"ids": {1: "t"}})([])
 
 
 @pytest.mark.parametrize("name", ["install", "guarded", "rollback_on_error", "transaction"])
@@ -121,8 +160,7 @@ def test_memory_that_runs_out_at_one_sample_says_what_else_helps(samples: int) -
     def fail(_: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    model = nn.Linear(1, 1)
-    step = guard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = training()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         step.run(fail, torch.ones(samples, 1), retry="halve")
     assert "one sample, which can't be halved" in "".join(caught.value.__notes__)  # type: ignore[attr-defined]

@@ -121,6 +121,8 @@ class BucketCollator:
         """
         lengths: dict[str, list[int]] = {}
         if self._collate_fn is default_collate:
+            if len(samples) == 0:
+                raise ValueError("BucketCollator: samples is empty, expected at least one")
             samples, lengths = self._evened(samples)
         # A collate_fn of the user's own evens the samples out by itself: it alone knows how.
         try:

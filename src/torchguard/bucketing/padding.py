@@ -79,6 +79,10 @@ def pad_to_bucket(
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"pad_to_bucket: x is of type {type(x).__name__}, expected a torch.Tensor")
+    if not hasattr(dim, "__index__"):
+        raise TypeError(
+            f"pad_to_bucket: dim is {dim!r}, expected a number: pad_to_bucket(x, dim, buckets)"
+        )
     length, dim = x.size(dim), dim % max(x.dim(), 1)
     missing = _size(length, dim, buckets) - length
     _check_side(side, "pad_to_bucket")

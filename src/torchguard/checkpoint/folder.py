@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -136,6 +137,7 @@ def _block(
         with _on_all_ranks(group, link):
             if not rank:
                 _refuse_inside(link)
+                _require_parent(link)
                 _refuse_foreign(link)
                 _warn_after_crash(link, _remove_abandoned_folders(link))
                 _warn_of_other_names(link, keep)
@@ -206,6 +208,17 @@ def _is_written_once(link: Path) -> bool:
     if link.is_symlink():
         return len(numbers(link)) == 1
     return marked(link).get("for") == link.name and is_ours(link)
+
+
+def _require_parent(link: Path) -> None:
+    if link.parent.is_dir():
+        return
+    there = link.parent.exists()
+    raise (NotADirectoryError if there else FileNotFoundError)(
+        errno.ENOTDIR if there else errno.ENOENT,
+        f"checkpoint_folder: path is {str(link)!r}, expected it in a folder that exists: "
+        f"os.makedirs({str(link.parent)!r})",
+    )
 
 
 def _refuse_foreign(link: Path) -> None:

@@ -176,7 +176,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a torch.amp.GradScaler; a scheduler goes by its name: scheduler=",
     ),
     "scheduler": (
-        lambda s: callable(getattr(s, "step", None)),
+        lambda s: callable(getattr(s, "step", None)) and not isinstance(s, type),
         "a scheduler of torch.optim.lr_scheduler",
     ),
     "also": (

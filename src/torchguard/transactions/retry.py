@@ -179,6 +179,11 @@ def _backward(
                 f"run: loss_of(part) returned {shown}, expected a tensor of one number: return the "
                 "mean loss, without .item()"
             )
+        if not loss.requires_grad:
+            raise TypeError(
+                "run: loss_of(part) returned a loss without a gradient: compute it from the model, "
+                "outside of torch.no_grad(), and leave out .detach()"
+            )
         if before is not None and before != _gradients(guarded):
             raise TypeError(
                 "run: loss_of has called backward() itself, and run() calls it too: return the "

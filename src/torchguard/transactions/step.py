@@ -74,6 +74,8 @@ class Transaction:
     part_size: int | None
 
     def __init__(self, guarded: Guarded) -> None:
+        if not isinstance(guarded, Guarded):
+            raise TypeError("Transaction: write transaction(model, optimizer), which returns one")
         self.committed = False
         self.part_size = None
         self._guarded = guarded

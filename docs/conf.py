@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 import urllib.request
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import torchguard
@@ -26,20 +28,28 @@ release = version = torchguard.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
 ]
 exclude_patterns = ["*.py"]
+html_extra_path = ["img/card.png"]  # at the same address always, for those who share a page
 nitpicky = True  # a reference that leads nowhere is a warning, and `make docs` fails at a warning
 
 # Pages are read on GitHub too: links between them name files and headings, as GitHub does.
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
+smartquotes = False  # what is between quotes is often code
+
 html_theme = "furo"
 html_title = "torchguard"
 html_baseurl = DOCUMENTATION
 html_copy_source = False
+html_logo = html_favicon = "img/logo.svg"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_js_files = ["copy.js"]
 html_theme_options: dict[str, Any] = {
     "source_repository": f"{REPOSITORY}/",
     "source_branch": "main",
@@ -48,6 +58,7 @@ html_theme_options: dict[str, Any] = {
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autosummary_generate = False  # only the tables: the texts are below them, on one page
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -89,9 +100,28 @@ def _leave_out(_app: Sphinx, _kind: str, name: str, member: object, *_: Any) -> 
     return hidden or made_by_us or None
 
 
+def _add_card(
+    _app: Sphinx, name: str, _template: str, context: dict[str, Any], page: nodes.document | None
+) -> None:
+    """Say what a chat or a social network shows of a page: title, first paragraph, picture."""
+    first = next(page.findall(nodes.paragraph), None) if page is not None else None
+    about = " ".join(first.astext().split()) if first is not None else ""
+    tags = {
+        "og:title": re.sub(r"<[^>]+>", "", context.get("title", name)),
+        "og:description": about,
+        "og:image": f"{DOCUMENTATION}card.png",
+        "og:url": f"{DOCUMENTATION}{name}.html",
+        "twitter:card": "summary_large_image",
+    }
+    lines = [f'<meta property="{key}" content="{escape(text)}">' for key, text in tags.items()]
+    lines += [f'<meta name="description" content="{escape(about)}">'] if about else []
+    context["metatags"] = "\n".join([context.get("metatags", ""), *lines])
+
+
 def setup(app: Sphinx) -> None:
     """Let autodoc find the public names and what it shows of them; Sphinx calls this."""
     app.connect("autodoc-skip-member", _leave_out)
+    app.connect("html-page-context", _add_card)
     # They are imported when they are first used (PEP 562), so that vars() lacks them until then.
     for name in (*torchguard._HOME, "errors"):  # type: ignore[attr-defined]
         found = getattr(torchguard, name)

@@ -52,12 +52,16 @@ def ways() -> dict[str, tuple[float, int]]:
 
 def main() -> int:
     """Draw it."""
+    import matplotlib as mpl  # noqa: PLC0415 - optional
     from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    # On a page in light and in dark, the same file.
+    mpl.rcParams.update(dict.fromkeys(colored, "#767676") | {"savefig.transparent": True})
     found = ways()
     figure = Figure(figsize=(8, 3), layout="constrained")
     axes = figure.subplots()
-    colors = ["#b9b9b9"] * (len(found) - 1) + ["#2b6ca3"]
+    colors = ["#9a9a9a"] * (len(found) - 1) + ["#3b82c4"]
     bars = axes.barh(list(found), [waste for waste, _ in found.values()], color=colors)
     axes.bar_label(bars, [f"{w:.0f} %, {n} shapes" for w, n in found.values()], padding=4)
     axes.invert_yaxis()

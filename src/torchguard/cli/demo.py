@@ -113,6 +113,9 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
     import matplotlib as mpl  # noqa: PLC0415 - optional
 
     mpl.use("Agg")  # a file, whatever there is to draw on
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    # On a page in light and in dark, the same file.
+    mpl.rcParams.update(dict.fromkeys(colored, "#767676") | {"savefig.transparent": True})
     from matplotlib import pyplot as plt  # noqa: PLC0415 - optional
 
     path = path or str(Path(tempfile.mkdtemp(prefix="torchguard-demo-"), "losses.png"))
@@ -121,7 +124,7 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
     lines = {
         "no step fails": (without, "#95a5a6", 5.0),
         "PyTorch: zero_grad(), run again": (curves["bare"][steps:], "#c0392b", 1.5),
-        "transaction: rolled back, run again": (curves["guarded"][steps:], "#1f618d", 1.5),
+        "transaction: rolled back, run again": (curves["guarded"][steps:], "#3b82c4", 1.5),
     }
     figure, (losses, apart) = plt.subplots(
         2, sharex=True, figsize=(7, 4.6), layout="constrained", height_ratios=(3, 2)
@@ -131,7 +134,7 @@ def _drawn(curves: dict[str, list[float]], path: str | None) -> str:
         difference = [a - b for a, b in zip(line, without, strict=True)]
         apart.plot(difference, color=color, linewidth=width)
     for axes, number in itertools.product((losses, apart), (5, 17, 29, 41, 53)):
-        axes.axvline(number, color="black", linewidth=0.6, linestyle=":")
+        axes.axvline(number, color="#767676", linewidth=0.6, linestyle=":")
     losses.legend(frameon=False)
     losses.set(ylabel="loss", yscale="log")
     apart.set(xlabel="step (dotted: out of memory)", ylabel="difference to\nno failure")

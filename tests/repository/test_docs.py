@@ -73,6 +73,24 @@ def test_blocks_of_the_readme() -> None:
     assert [each for each in code if _names_from_elsewhere(each)] == []
 
 
+WIDE = {"design.md", "messages.md", *(p.name for p in PAGES if p.parent.name == "defects")}
+"""A map of files; texts of messages, which the site folds; and programs that it hides."""
+
+
+def test_code_fits_its_column() -> None:
+    """A line of 80 characters is as wide as the site shows; what a line prints may be longer."""
+    wide = [
+        f"{page.name}: {line}"
+        for page in PAGES
+        if not (page.name in WIDE and page.parent.name in {"defects", "project", "reference"})
+        for block in blocks(page.read_text(encoding="utf-8"))
+        if block.language not in {"text", ""}
+        for line in block.code.splitlines()
+        if len(line) > 80 and not line.lstrip().startswith("# -> ")
+    ]
+    assert wide == []
+
+
 @functools.cache
 def _help(command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):

@@ -3,20 +3,13 @@
 What :mod:`torch.utils._pytree` does, for more kinds of node without registering them: every
 mapping, every dataclass, every named tuple. A container is rebuilt from a copy of itself, so that
 what it holds besides its items stays.
-
-And which modules and tensors a function can reach: by arguments, closure, globals, ``self``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
-import itertools
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -188,91 +181,3 @@ def keystr(name: str, path: KeyPath, tree: Any = None) -> str:
         name += f".{key}" if attribute and type(node) is not dict else f"[{key!r}]"
         node = dict(children(node) or ()).get(key)
     return name
-
-
-# ---- what a function can reach ----
-
-
-def reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
-    """Return the modules a function can reach, without what is inside them."""
-    return [each for each in reachable(function, arguments) if isinstance(each, torch.nn.Module)]
-
-
-def reachable_tensors(function: Any, arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors a function can reach, without those inside modules."""
-    return [each for each in reachable(function, arguments) if isinstance(each, torch.Tensor)]
-
-
-ATOMS = {int, float, bool, str, bytes, type(None), complex}
-"""The classes of which nothing can be changed, and in which nothing else is."""
-
-_MOST = 1000
-"""A container of more items is taken for data, and not looked into."""
-
-
-def reachable(function: Any, arguments: Iterable[Any]) -> list[Any]:
-    """Return what a function can reach, each object once, without what is inside modules.
-
-    Arguments, what it is bound to, its closure, the globals it names (functions only of its own
-    module), and what is inside these: a model in a list, an attribute of a method's object.
-    """
-    found: dict[int, Any] = {}
-    # An object is opened where a function or a container holds it, not inside another object.
-    waiting = deque((each, True) for each in (function, *arguments))
-    while waiting:
-        node, opens = waiting.popleft()
-        if type(node) in ATOMS or id(node) in found:
-            continue
-        found[id(node)] = node
-        if isinstance(node, (torch.Tensor, torch.nn.Module, type, ModuleType)):
-            continue
-        if isinstance(node, (FunctionType, MethodType, functools.partial)):
-            waiting.extend((each, True) for each in _around(node))
-        else:
-            try:
-                if isinstance(node, Collection) and len(node) > _MOST:
-                    continue
-                inside = children(node)
-            except Exception:  # noqa: BLE001  # no length: a 0-d array, range(10**30)
-                inside = None
-            if inside is not None:
-                waiting.extend((part, opens) for _, part in inside)
-            elif opens and hasattr(node, "__dict__"):
-                waiting.extend((part, False) for part in vars(node).values())
-    return list(found.values())
-
-
-def _around(function: Any) -> list[Any]:
-    """Return what a function holds."""
-    if isinstance(function, functools.partial):
-        return [function.func, *function.args, *function.keywords.values()]
-    if isinstance(function, MethodType):
-        return [function.__self__, function.__func__]
-    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found.append(getattr(function, "__wrapped__", None))
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            found.append(cell.cell_contents)
-    owners = function.__globals__
-    if str(owners.get("__name__")).partition(".")[0] != "torch":
-        values = (owners.get(name) for name in names_in(function.__code__))
-        # Functions only of the same module: a library's would lead to all of that library.
-        found += [
-            value
-            for value in values
-            if isinstance(value, MethodType) or getattr(value, "__globals__", owners) is owners
-        ]
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a function and in those it defines."""
-    nested = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
-    return tuple(dict.fromkeys(itertools.chain(code.co_names, *nested)))
-
-
-def all_reachable_modules(function: Any, arguments: Iterable[Any]) -> list[torch.nn.Module]:
-    """Return every module a function can reach, those inside others too."""
-    found = {id(m): m for top in reachable_modules(function, arguments) for m in top.modules()}
-    return list(found.values())

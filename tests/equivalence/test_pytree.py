@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchguard._pytree import children, flatten, key_paths, keystr, reachable, replace, unflatten
+from torchguard._pytree import children, flatten, key_paths, keystr, replace, unflatten
+from torchguard.state.walk import reachable
 
 
 class Pair(NamedTuple):

@@ -148,6 +148,20 @@ def test_no_two_files_have_the_same_name() -> None:
     assert {name for name, count in names.items() if count > 1} == {"__init__.py", "api.py"}
 
 
+# What a program imports from the room of its trainer has the same name for both.
+OF_TRAINERS = {"GuardCallback", "RetryMixin"}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    names = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if type(node) is ast.ClassDef
+    )
+    assert {name for name, count in names.items() if count > 1} == OF_TRAINERS
+
+
 # --- ``_torch/patch.py`` is the only file that sets or deletes an attribute of torch
 
 # What is set there, and whose attribute it is.

@@ -201,7 +201,7 @@ def test_two_blocks_that_share_a_module_do_not_run_again_at_once() -> None:
         second.set()
         return others[1](shared(x))  # type: ignore[no-any-return]
 
-    blocks = [recompute.Block(each, (), keeps_random=False) for each in (one, other)]
+    blocks = [recompute.Checkpointed(each, (), keeps_random=False) for each in (one, other)]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(blocks[0].run_again, torch.ones(1))
         assert inside.wait(60)

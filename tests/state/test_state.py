@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchguard.state.containers import Containers, copy_of_tree, walk
+from torchguard.state.containers import Containers, copy_of_tree
 from torchguard.state.process import named_generators, same_state
 from torchguard.state.tensors import Elements
+from torchguard.state.walk import walk
 
 # ---- containers ----
 

@@ -13,7 +13,7 @@ import pytest
 import torchguard
 from torchguard.defects import probes
 from torchguard.defects.catalog import all_defects
-from torchguard.defects.diagnosis import DoctorReport, Row
+from torchguard.defects.diagnosis import DefectRow, DoctorReport
 
 PLANTED = """
 import ctypes, json, os, pathlib, resource, subprocess, sys, time
@@ -121,7 +121,7 @@ def installed(folder: Path) -> Iterator[None]:
         sys.modules.pop(f"{probes.__name__}.planted", None)
 
 
-STEPS: list[Row] = []
+STEPS: list[DefectRow] = []
 """What ``progress`` was called with for the report of every planted defect."""
 
 
@@ -136,7 +136,7 @@ def planted(*names: str) -> list[str]:
     return [f"planted-{name}" for name in names]
 
 
-def row(report: DoctorReport, name: str) -> Row:
+def row(report: DoctorReport, name: str) -> DefectRow:
     """Return the row of a planted defect."""
     (found,) = (row for row in report.rows if row.id == f"planted-{name}")
     return found

@@ -15,8 +15,8 @@ from torchguard._files import is_replaceable, is_temporary, replace_file
 from torchguard._public import public
 from torchguard._torch import patch
 from torchguard.errors import SaveError
-from torchguard.state.containers import tensors_in
 from torchguard.state.process import refuse_inside_step
+from torchguard.state.walk import tensors_in
 
 # A zip archive begins with a record and ends with 22 bytes that say where its directory is.
 _ZIP_BEGINS, _ZIP_ENDS, _ZIP_END_SIZE = b"PK\x03\x04", b"PK\x05\x06", 22

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torchguard.cli import DOCUMENTATION, interrupted, write
 from torchguard.cli.terminal import BOLD, DIM, GREEN, RED, Bar, Paint, shortened, width
 from torchguard.defects.catalog import CALLED_GUARDS, FAMILIES, all_ids
-from torchguard.defects.diagnosis import DoctorReport, Environment, Row, doctor, select
+from torchguard.defects.diagnosis import DefectRow, DoctorReport, Environment, doctor, select
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,8 +76,8 @@ def _main(options: argparse.Namespace) -> int:
     return report.exit_status
 
 
-def _shown_by(bar: Bar) -> Callable[[Row], None]:
-    def show(row: Row) -> None:
+def _shown_by(bar: Bar) -> Callable[[DefectRow], None]:
+    def show(row: DefectRow) -> None:
         bar.step(row.id, one_line(row))
 
     return show
@@ -108,7 +108,7 @@ def overview(report: DoctorReport, paint: Paint, columns: int) -> str:
     if failed:
         shown += ["", "Open, nothing closes them:"]
         shown += _table(failed, "\N{BALLOT X}", paint, RED, columns)
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[DefectRow]] = {}
     for row in helped:
         groups.setdefault(row.guards, []).append(row)
     # What install() takes first, then what is called.
@@ -131,7 +131,9 @@ def overview(report: DoctorReport, paint: Paint, columns: int) -> str:
     return "\n".join((*shown, ""))
 
 
-def _table(rows: Sequence[Row], mark: str, paint: Paint, style: str, columns: int) -> Iterator[str]:
+def _table(
+    rows: Sequence[DefectRow], mark: str, paint: Paint, style: str, columns: int
+) -> Iterator[str]:
     """Yield a line for each row: a mark, the name, and what you would see, or why not."""
     for row in rows:
         known = row.live or not row.bare.detail
@@ -157,7 +159,7 @@ def stories(report: DoctorReport, paint: Paint, columns: int) -> str:
     return "\n".join(line for row in report.rows for line in (*_story(row, paint, columns), ""))
 
 
-def _story(row: Row, paint: Paint, columns: int) -> Iterator[str]:
+def _story(row: DefectRow, paint: Paint, columns: int) -> Iterator[str]:
     yield f"{paint(row.id, BOLD)}: {row.title or row.summary}"
     facts = {
         "what": row.summary,
@@ -196,7 +198,7 @@ def lines(report: DoctorReport) -> str:
     return "\n".join((*shown, "", *_summary(report), "", *_environment(report.environment), ""))
 
 
-def one_line(row: Row) -> str:
+def one_line(row: DefectRow) -> str:
     """Say what was found about one defect, as the progress does."""
     bare = f"crash ({row.bare.detail})" if row.bare.status == "crash" else row.bare.status
     guarded = "open, no guard yet" if row.live and not row.guards else row.guarded.status
@@ -212,7 +214,7 @@ def guards_as_code(guards: Iterable[str]) -> str:
     return " and ".join(parts)
 
 
-def _note(row: Row) -> str:
+def _note(row: DefectRow) -> str:
     """Say what to do where no guard is, what happened in spite of it, or what it leaves open."""
     if row.failed:
         return f"with the guard on: {row.guarded.detail}"

@@ -25,7 +25,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Row:
+class DefectRow:
     """One defect on this machine."""
 
     id: str
@@ -87,12 +87,12 @@ class DoctorReport:
         ([], 0)
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[DefectRow, ...]
     environment: Environment
     """What the probes ran on."""
 
     @property
-    def failed(self) -> tuple[Row, ...]:
+    def failed(self) -> tuple[DefectRow, ...]:
         """Live defects which have a guard that neither closes nor detects them."""
         return tuple(row for row in self.rows if row.failed)
 
@@ -117,7 +117,7 @@ def doctor(
     only: Iterable[str] | None = None,
     family: Family | None = None,
     *,
-    progress: Callable[[Row], None] | None = None,
+    progress: Callable[[DefectRow], None] | None = None,
     jobs: int | None = None,
     timeout: float = 120.0,
 ) -> DoctorReport:
@@ -213,14 +213,14 @@ def _unknown(identifier: str, known: list[str]) -> str:
     return f"no defect {identifier!r} in the catalog; {hint}"
 
 
-def _row(defect: Defect, bare: Verdict, guarded: Verdict | None = None) -> Row:
+def _row(defect: Defect, bare: Verdict, guarded: Verdict | None = None) -> DefectRow:
     if guarded is None:  # there was no guarded run
         if bare.live:
             guarded = Verdict("open", "no guard yet")
         else:
             guarded = Verdict("not run" if bare.status == "not run" else "-")
     names = ("id", "family", "upstream", "summary", "title", "guards", "advice", "limits")
-    return Row(bare=bare, guarded=guarded, **{name: getattr(defect, name) for name in names})
+    return DefectRow(bare=bare, guarded=guarded, **{name: getattr(defect, name) for name in names})
 
 
 def _environment(described: Verdict) -> Environment:

@@ -18,7 +18,7 @@ from torchguard.patching.install import enter, known, leave
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Guarded:
+class Scope:
     """What :func:`guarded` returns: a context manager and a decorator, usable again and again."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -89,7 +89,7 @@ class Guarded:
 
 @called("")
 @public
-def guarded(*names: GuardName) -> Guarded:
+def guarded(*names: GuardName) -> Scope:
     """Switch guards on for a block of code: the names are those of :func:`install`.
 
     Equals the block without it if nothing fails. Use it as a context manager, or as the decorator
@@ -140,4 +140,4 @@ def guarded(*names: GuardName) -> Guarded:
             f"above {name}"
         )
     wanted = known(names, "guarded") or ("resize", "out")
-    return Guarded(() if is_off() else wanted)
+    return Scope(() if is_off() else wanted)

@@ -9,12 +9,12 @@ import torch
 from torchguard._public import public
 from torchguard._torch import without_torch_function
 from torchguard.errors import InconsistentTensorError
-from torchguard.state.containers import require_container, tensors_in
 from torchguard.state.tensors import (
     bytes_needed,
     parts_of,
     read_stride_and_offset,
 )
+from torchguard.state.walk import require_container, tensors_in
 
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements in one byte
 

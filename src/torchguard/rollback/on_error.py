@@ -11,9 +11,9 @@ import torch
 from torchguard._events import record
 from torchguard._public import called, public
 from torchguard._torch import version_of, without_torch_function
-from torchguard.state.containers import require_container, tensors_in
 from torchguard.state.process import roll_back, wait_for
 from torchguard.state.tensors import Gradients, Snapshot, capture, warn_if_refused
+from torchguard.state.walk import require_container, tensors_in
 
 _NO_DECORATOR = (
     "rollback_on_error: is not a decorator; write `with torchguard.rollback_on_error(tensor):` "

@@ -1,9 +1,9 @@
 """Activation checkpointing: the second run of a block begins from what the first one began with.
 
 ``torch.utils.checkpoint`` restores torch's RNG state, and nothing else:
-https://github.com/pytorch/pytorch/issues/96136. A :class:`Block` takes a snapshot of the state that
-the block reaches before the first run, restores it for the second run, and rolls back what that
-run has written.
+https://github.com/pytorch/pytorch/issues/96136. A :class:`Checkpointed` takes a snapshot of the
+state that the block reaches before the first run, restores it for the second run, and rolls back
+what that run has written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from torchguard._events import record, warn_user
 from torchguard._public import public
-from torchguard._pytree import names_in, reachable, with_children
+from torchguard._pytree import with_children
 from torchguard._torch import (
     TorchDispatchMode,
     base_of,
@@ -46,15 +46,25 @@ from torchguard._torch.checkpointing import (
     run_to_the_end,
 )
 from torchguard._torch.eager import call_unseen, call_with_grad, members_of, versions_of
-from torchguard.state.containers import generators_in, restore_container, same_objects
+from torchguard.state.containers import restore_container, same_objects
 from torchguard.state.process import RNGState, named_generators
 from torchguard.state.training import hooks_of
+from torchguard.state.walk import (
+    ATOMS,
+    DATA,
+    MOST,
+    generators_in,
+    has_attributes,
+    names_in,
+    reachable,
+    tensors_among,
+    with_submodules,
+)
 
 _Entries = dict[Any, Any]
-_MOST = 1000  # a container of more items is data
 
 
-class Block:
+class Checkpointed:
     """A function that is checkpointed, and what it began from."""
 
     def __init__(
@@ -70,7 +80,7 @@ class Block:
         given = [each for each in given if not isinstance(each, Tensor)]
         self._reached = reachable(function, given)
         tops = [each for each in self._reached if isinstance(each, nn.Module)]
-        self._modules = list(dict.fromkeys(each for top in tops for each in top.modules()))
+        self._modules = with_submodules(tops)
         open_modules = [each for each in self._modules if not _is_closed(each)]
         # What runs: hooks and children, also those that are there for the first run only.
         self._code = [d for each in open_modules for d in (members_of(each)[2], *hooks_of(each))]
@@ -190,9 +200,9 @@ class Block:
 
     def _run_and_look(self, args: Any, kwargs: Any) -> Any:
         """Warn of tensors that the first run, which records no graph, has left to other code."""
-        before = list(self._left())
+        before = self._left()
         result = self.function(*args, **kwargs)
-        known = {id(each) for each in (*before, *_tensors_in(result))}
+        known = {id(each) for each in (*before, *tensors_among([result], DATA))}
         for each in self._left():
             if each.grad_fn is not None and id(each) not in known:
                 warn_user(
@@ -206,11 +216,13 @@ class Block:
                 break
         return result
 
-    def _left(self) -> Iterator[Tensor]:
-        """Yield the tensors that other code finds where the block can leave them."""
-        for holder, names in self._holders:
-            known = {n: v for n, v in holder.items() if n not in names} if names else holder
-            yield from _tensors_in(known)
+    def _left(self) -> list[Tensor]:
+        """Return the tensors that other code finds where the block can leave them."""
+        holders = (
+            {n: v for n, v in holder.items() if n not in names} if names else holder
+            for holder, names in self._holders
+        )
+        return tensors_among(holders, DATA)
 
     def _refuse(self, tensor: Tensor) -> None:
         place = next(i for i, each in enumerate(self._watched) if each is tensor)
@@ -283,7 +295,7 @@ def _is_closed(module: nn.Module) -> bool:
     return type(module).__name__ in wrappers or isinstance(module, torch.jit.ScriptModule)
 
 
-_KINDS = {bool, int, float, complex, str, bytes, type(None), torch.Size}
+_KINDS = {*ATOMS, torch.Size}
 _CONTAINERS = {tuple, dict, OrderedDict, set, list, deque}
 _FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _USUAL = _KINDS | _CONTAINERS | {nn.Parameter}
@@ -308,25 +320,10 @@ def _tensors_of(value: Any) -> list[Tensor]:
 def _items_of(value: Any) -> Any:
     """Return what other code finds tensors in that a block leaves: a dict, a list, an object's."""
     if isinstance(value, (dict, list, set, deque)):
-        return value if len(value) <= _MOST else None
-    if isinstance(value, (Tensor, nn.Module, type, ModuleType, *_FUNCTIONS)):
+        return value if len(value) <= MOST else None
+    if isinstance(value, (Tensor, functools.partial)) or not has_attributes(value):
         return None
-    return getattr(value, "__dict__", None)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in dicts, lists and tuples, and in those that they hold."""
-    level = [value]
-    for _ in range(5):
-        inner: list[Any] = []
-        for each in level:
-            if isinstance(each, Tensor):
-                yield each
-            elif isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, (list, tuple, set, deque)):
-                inner += each
-        level = inner
+    return vars(value)
 
 
 def _name_of(function: Any) -> str:
@@ -436,7 +433,7 @@ def guard_generator(original: Callable[..., Any]) -> Callable[..., Any]:
             yield from original(fn, *given, **options)
             return
         values, keeps_random = given_to(given, options)
-        block = Block(fn, values, keeps_random=keeps_random)
+        block = Checkpointed(fn, values, keeps_random=keeps_random)
         generator = original(block.run_again, *given, **options)
         next(generator)
         block.let_end(generator)
@@ -459,7 +456,7 @@ def guard_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
         if not _is_inert() and any(ctx.needs_input_grad):
-            run_function = Block(
+            run_function = Checkpointed(
                 run_function, args, keeps_random=preserve_rng_state, is_reentrant=True
             )
         return original(ctx, run_function, preserve_rng_state, *args)
@@ -571,7 +568,7 @@ def safe_checkpoint(
     checkpoint: Any = torch.utils.checkpoint.checkpoint
     if not (_is_inert() or patch.patched(GENERATOR)) and torch.is_grad_enabled():
         keeps_random = options.get("preserve_rng_state", True)
-        function = Block(
+        function = Checkpointed(
             function, [*args, options], keeps_random=keeps_random, is_reentrant=use_reentrant
         )
     return checkpoint(function, *args, use_reentrant=use_reentrant, **options)

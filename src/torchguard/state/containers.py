@@ -1,135 +1,20 @@
-"""Dicts, lists, deques, sets, tuples and objects: the tensors in them, and snapshots of them."""
+"""Snapshots of dicts, lists, deques, sets, tuples and objects."""
 
 from __future__ import annotations
 
 import copy
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchguard import _pytree
-from torchguard._pytree import ATOMS
-from torchguard.state.process import GENERATORS, Access, access_of, generators_among
+from torchguard.state.process import GENERATORS, access_of
 from torchguard.state.tensors import Snapshot, capture
-
-
-def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, child) pairs of a container; None if ``node`` is not a container.
-
-    Containers are mappings, lists, deques, tuples, sets and data classes. For modules and
-    optimizers see :func:`tensors_in`.
-    """
-    if isinstance(node, (set, frozenset, deque)):
-        return list(enumerate(node))
-    return _pytree.children(node)
-
-
-def walk(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield everything inside containers, breadth first, each object once; no numbers and strings.
-
-    A container that contains itself is walked once.
-    """
-    seen: set[int] = set()
-    waiting = deque(roots)
-    while waiting:
-        node = waiting.popleft()
-        if type(node) in ATOMS or id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        if isinstance(node, Tensor):
-            continue
-        inside = children(node)
-        if inside is not None:
-            waiting.extend(child for _, child in inside)
-
-
-_MOST = 1000
-"""A container of more items is taken for data, in which no generators are looked for."""
-
-
-def generators_in(values: Iterable[Any]) -> list[Access]:
-    """Return how to read and set the generators among values and in containers of these."""
-    values = [each for each in values if type(each) not in ATOMS]
-    opened = [each for each in values if isinstance(each, _BUILT_IN) and _may_hold_objects(each)]
-    return generators_among((*values, *walk(opened)))
-
-
-_BUILT_IN = (dict, list, tuple, set, frozenset, deque)
-
-
-def _may_hold_objects(container: Any) -> bool:
-    """Whether a container is small, and not all that is in it are numbers and strings."""
-    if not 0 < len(container) <= _MOST:
-        return False
-    values = container.values() if isinstance(container, dict) else container
-    return not ATOMS.issuperset(map(type, values))
-
-
-# ---- tensors by path ----
-
-
-def require_container(obj: object, name: str) -> None:
-    """Raise a ``TypeError`` if :func:`tensors_in` looks for no tensors in ``obj``."""
-    known = isinstance(obj, (Tensor, nn.Module, torch.optim.Optimizer))
-    if not known and children(obj) is None:
-        raise TypeError(
-            f"{name} is of type {type(obj).__name__}, expected a tensor, a module, an optimizer, "
-            "or a dict, list, tuple or data class of these"
-        )
-
-
-def tensors_in(obj: Any, path: str, seen: dict[int, object]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor inside ``obj`` and its gradient, with the path that leads to it."""
-    if isinstance(obj, Tensor):
-        yield path, obj
-        if obj.is_leaf and obj.grad is not None:
-            yield f"{path}.grad", obj.grad
-        return
-    if type(obj) in ATOMS or id(obj) in seen:
-        return
-    seen[id(obj)] = obj  # held: some are made here, and the id of one that is gone is used again
-    for step, child in _steps(obj):
-        yield from tensors_in(child, path + step, seen)
-
-
-def _steps(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the children of a module, an optimizer or a container, by how Python reaches them."""
-    if isinstance(obj, nn.Module):
-        for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
-            yield _step(name), tensor
-    elif isinstance(obj, torch.optim.Optimizer):
-        for index, group in enumerate(obj.param_groups):
-            yield f".param_groups[{index}]", group
-        yield ".state", dict(enumerate(obj.state.values()))
-    else:
-        # Named tuples, and data classes that are no mappings.
-        names = getattr(obj, "_fields", ()) if isinstance(obj, tuple) else ()
-        by_name = not isinstance(obj, _BY_KEY)
-        for key, child in children(obj) or ():
-            name = names[key] if names else key
-            yield f".{name}" if names or by_name else f"[{key!r}]", child
-
-
-_BY_KEY = (Mapping, list, tuple, set, frozenset, deque)
-
-
-def _step(name: str) -> str:
-    """Write a parameter's name, ``1.running_var``, as Python would reach it from the module."""
-    parts = name.split(".")
-    return "".join(
-        f".{part}" if part.isidentifier() else f"[{part if part.isdecimal() else repr(part)}]"
-        for part in parts
-    )
-
-
-# ---- snapshots ----
+from torchguard.state.walk import ATOMS, walk
 
 
 class Containers:

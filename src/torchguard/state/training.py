@@ -6,19 +6,16 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchguard._pytree import ATOMS
 from torchguard._torch.eager import (
     MODULE_HOOKS,
     call_unseen,
@@ -35,10 +32,8 @@ from torchguard._torch.eager import (
 )
 from torchguard.state.containers import (
     Containers,
-    children,
     copy_of_tree,
     restore_container,
-    walk,
 )
 from torchguard.state.process import RNGState, same_state, wait_for
 from torchguard.state.tensors import (
@@ -54,6 +49,7 @@ from torchguard.state.tensors import (
     parted,
     restore_versions,
 )
+from torchguard.state.walk import ATOMS, children, has_attributes, optimizers_in, tensors_among
 
 # In C, as map() is: half of a loop's time.
 _requires_grad, _is_leaf = map(operator.attrgetter, ("requires_grad", "is_leaf"))
@@ -475,13 +471,6 @@ def optimizers_of(
 
 # ---- optimizers ----
 
-_STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
-
-
-def has_attributes(node: Any) -> bool:
-    """Whether an object is one of a library or the user, with attributes of its own."""
-    return not isinstance(node, _STATELESS) and hasattr(node, "__dict__")
-
 
 def has_state(node: Any) -> bool:
     """Whether the state dict of a scheduler has what this holds, as LambdaLR's has of a callable.
@@ -498,37 +487,6 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     # Of the class: a scheduler has wrapped that of an instance.
     step: Any = type(optimizer).step
     return str(getattr(step, "__module__", "")).startswith("torch.optim.")
-
-
-_MOST = 1000
-"""A container of more items is taken for data."""
-
-
-def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that another one holds, in containers and objects too."""
-    found: dict[int, Optimizer] = {}
-    seen: set[int] = set()
-    # An object is opened if no other object holds it: a logger leads to the whole program.
-    waiting = deque([(optimizer, True)])
-    while waiting:
-        node, opens = waiting.popleft()
-        if type(node) in ATOMS or isinstance(node, (Tensor, nn.Module)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        inside = children(node)
-        if isinstance(node, Optimizer):
-            found[id(node)] = node
-            waiting.extend((each, True) for each in vars(node).values())
-        elif inside is not None:
-            waiting.extend((each, opens) for _, each in inside if len(inside) <= _MOST)
-        elif isinstance(node, MethodType):
-            waiting.append((node.__self__, opens))
-        elif isinstance(node, partial):
-            waiting.extend((each, opens) for each in (node.func, *node.args))
-        elif opens and has_attributes(node):
-            waiting.extend((each, False) for each in vars(node).values())
-    del found[id(optimizer)]
-    return list(found.values())
 
 
 class OptimizerSnapshot:
@@ -595,7 +553,7 @@ class StateContainers(Containers):
     @functools.cached_property
     def held(self) -> list[Tensor]:
         """The tensors in the state, also those in lists and dicts of it."""
-        return [each for each in walk(self._state.values()) if isinstance(each, Tensor)]
+        return tensors_among(self._state.values())
 
     def are_current(self, optimizer: Optimizer) -> bool:
         """Whether the dicts hold the very same tensors and numbers."""
@@ -621,4 +579,4 @@ def state_of(optimizer: Optimizer) -> StateContainers:
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors in an optimizer's state, also those in lists and dicts of it."""
-    return [each for each in walk(optimizer.state.values()) if isinstance(each, Tensor)]
+    return tensors_among(optimizer.state.values())

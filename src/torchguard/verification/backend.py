@@ -81,7 +81,7 @@ def inner_of(given: str | Compiler, settings: Mapping[str, Any], dynamic: bool |
     return Inner(name, compile_with_settings if settings else compiler, source)
 
 
-class _Comparison(threading.local):
+class _Comparing(threading.local):
     runs: Literal["", "python", "compiled"] = ""
     """How this thread runs a call at the moment, to compare it with Python."""
 
@@ -89,7 +89,7 @@ class _Comparison(threading.local):
     """The comparison whose call this thread runs; Dynamo ends that call before it compiles."""
 
 
-comparison = _Comparison()
+comparison = _Comparing()
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchguard._pytree import names_in
 from torchguard._torch import is_static_address
 from torchguard.equivalence.copies import bytes_of, tensors_of
 from torchguard.equivalence.isolate import rng_state_restored
+from torchguard.state.walk import names_in
 from torchguard.verification.backend import Inner
 from torchguard.verification.graph import graphs_in, numbers_in, owned_tensors
 from torchguard.verification.report import GraphRecord

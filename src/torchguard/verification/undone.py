@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from torchguard._absent import ABSENT
-from torchguard._pytree import ATOMS, names_in
 from torchguard._torch import base_of, version_of
 from torchguard._torch.eager import members_of
 from torchguard.equivalence.compare import PYTHON, Difference, judge
@@ -25,13 +24,10 @@ from torchguard.equivalence.isolate import (
 )
 from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.perturb import not_by_rounding
-from torchguard.state.containers import Containers, children
+from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS, ThreadModes
 from torchguard.state.tensors import Gradients, capture
-from torchguard.state.training import has_attributes
-
-_MOST = 1000
-"""A container of more items is taken for data: its length is compared."""
+from torchguard.state.walk import ATOMS, MOST, children, has_attributes, names_in
 
 _CONTAINERS = (dict, list, deque, set)
 _PLAIN = (*ATOMS, torch.dtype, torch.device, torch.Size)
@@ -240,7 +236,9 @@ def _inside(node: Any) -> list[tuple[str, Any]]:
         return [(".grad", node.grad)] if node.is_leaf and node.grad is not None else []
     if isinstance(node, MethodType):
         return [(".self", node.__self__), ("", node.__func__)]
-    if isinstance(node, (*_CONTAINERS, tuple)) and len(node) > _MOST:
+    if (
+        isinstance(node, (*_CONTAINERS, tuple)) and len(node) > MOST
+    ):  # data, of which the length is compared
         return []
     parts: dict[str, Any] = {}
     if isinstance(node, type):

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from torchguard._public import public
 from torchguard.bucketing.decorator.bucketed import Bucketed, BucketedModule, module_around
-from torchguard.bucketing.decorator.spec import CheckPadding, Dims, Options, check_options
+from torchguard.bucketing.decorator.spec import BucketedOptions, CheckPadding, Dims, check_options
 from torchguard.bucketing.padding import Side
 
 _Result = TypeVar("_Result")
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @overload
 def bucketed(  # type: ignore[overload-overlap]  # a module is callable, and the first that fits
-    function: torch.nn.Module, /, **options: Unpack[Options]
+    function: torch.nn.Module, /, **options: Unpack[BucketedOptions]
 ) -> BucketedModule: ...
 @overload
 def bucketed(
-    function: Callable[..., _Result], /, **options: Unpack[Options]
+    function: Callable[..., _Result], /, **options: Unpack[BucketedOptions]
 ) -> Bucketed[_Result]: ...
 @overload
-def bucketed(function: None = None, /, **options: Unpack[Options]) -> _Decorator: ...
+def bucketed(function: None = None, /, **options: Unpack[BucketedOptions]) -> _Decorator: ...
 @public
 def bucketed(  # noqa: D417 - options are named; nothing else comes by position
     function: Any = None,
@@ -137,7 +137,7 @@ def bucketed(  # noqa: D417 - options are named; nothing else comes by position
     return _wrap(function, options)
 
 
-def _wrap(function: Any, options: Options) -> Any:
+def _wrap(function: Any, options: BucketedOptions) -> Any:
     refused = (type, Bucketed, BucketedModule, torch.jit.ScriptModule)
     if isinstance(function, refused) or not callable(function):
         raise TypeError(

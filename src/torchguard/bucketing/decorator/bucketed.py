@@ -14,7 +14,7 @@ import torch
 from torchguard import _torch
 from torchguard.bucketing.decorator.graphs import compiler_for
 from torchguard.bucketing.decorator.routes import Runner
-from torchguard.bucketing.decorator.spec import Options
+from torchguard.bucketing.decorator.spec import BucketedOptions
 from torchguard.bucketing.decorator.stats import BucketedStats
 from torchguard.bucketing.decorator.warmup import warm_up
 
@@ -94,7 +94,7 @@ class Bucketed(Methods, Generic[_Result_co]):
 
     __name__: str
 
-    def __init__(self, function: Callable[..., _Result_co], options: Options) -> None:
+    def __init__(self, function: Callable[..., _Result_co], options: BucketedOptions) -> None:
         functools.update_wrapper(self, function)
         vars(self).pop("stats", None)  # what verified() has put on a function
         self._given = function
@@ -209,7 +209,7 @@ class BucketedModule(Methods, _AnyModule):
         return module_around(settings[1](copied), options)
 
 
-def module_around(given: torch.nn.Module, options: Options) -> BucketedModule:
+def module_around(given: torch.nn.Module, options: BucketedOptions) -> BucketedModule:
     """Return a bucketed module that shares everything with the one given."""
     parts = _parts(given, options)
     module = parts[0]
@@ -223,8 +223,8 @@ def module_around(given: torch.nn.Module, options: Options) -> BucketedModule:
 
 
 def _parts(
-    given: torch.nn.Module, options: Options
-) -> tuple[torch.nn.Module, Options, Any, Runner]:
+    given: torch.nn.Module, options: BucketedOptions
+) -> tuple[torch.nn.Module, BucketedOptions, Any, Runner]:
     in_place = _torch.compiled_in_place(given)
     found = _torch.compiler_of(in_place)
     if found is None:

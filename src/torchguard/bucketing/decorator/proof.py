@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from torchguard._pytree import reachable_tensors
 from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak_of
 from torchguard.bucketing.decorator.real import Real, extras_without_padding
 from torchguard.bucketing.decorator.shape import Input, Shape, region_of
@@ -184,7 +183,7 @@ def _runs(  # noqa: PLR0917 - one private run
                     read=partial(real.read, narrows, padded=fills is not None),
                     names=names,
                     modules=modules,
-                    held=partial(reachable_tensors, function, (*call.owner, *call.arguments)),
+                    held=lambda: call.tensors(function),
                     change=None if seed is None else partial(perturb_all, seed),
                 )
         except Exception as error:

@@ -20,7 +20,7 @@ import torch
 from torchguard import _torch
 from torchguard._absent import ABSENT
 from torchguard._events import record, warn_user
-from torchguard._pytree import flatten, reachable_modules, unflatten
+from torchguard._pytree import flatten, unflatten
 from torchguard._torch import uncompiled
 from torchguard.bucketing.decorator.graphs import COMPILE_LOCK, RECOMPILE_LIMIT, Compiler, Graph
 from torchguard.bucketing.decorator.proof import prove
@@ -47,9 +47,10 @@ from torchguard.bucketing.decorator.shape import (
     padded,
     shape_of,
 )
-from torchguard.bucketing.decorator.spec import Options, Spec
+from torchguard.bucketing.decorator.spec import BucketedOptions, Spec
 from torchguard.bucketing.decorator.stats import BucketedStats, Counts
 from torchguard.errors import PaddingLeakError
+from torchguard.state.walk import modules_reached
 
 # Each distinct shape of the inputs has a route of some kilobytes, and may have a proof of its own.
 _KEPT = 8192
@@ -87,7 +88,7 @@ class Runner:
         self,
         function: Callable[..., Any],
         compiler: Compiler | None,
-        options: Options,
+        options: BucketedOptions,
         owner: tuple[Any, ...] = (),
     ) -> None:
         """``owner`` comes first in what the function is given: a module for its forward."""
@@ -176,7 +177,7 @@ class Runner:
     def _global_state_for(self) -> Callable[[], tuple[Any, ...]]:
         """Return what reads whether gradients, inference mode, autocast and training are on."""
         # Weak: a function looks its globals up by name, so they may be gone before it is.
-        modules = [weakref.ref(each) for each in reachable_modules(self.function, self.owner)]
+        modules = [weakref.ref(each) for each in modules_reached(self.function, self.owner)]
 
         def global_state() -> tuple[Any, ...]:
             modes = (

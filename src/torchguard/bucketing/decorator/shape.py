@@ -25,7 +25,6 @@ from typing_extensions import Self
 from torchguard._pytree import (
     KeyPath,
     TreeDef,
-    all_reachable_modules,
     flatten,
     key_paths,
     keystr,
@@ -36,6 +35,7 @@ from torchguard.bucketing.decorator.spec import Mask, Spec
 from torchguard.bucketing.dims import Axes, axes_in, declared_at, lengths_by_axis, part_of
 from torchguard.bucketing.padding import Fill, Side, check_number, pad_to_bucket
 from torchguard.equivalence.outcome import Given
+from torchguard.state.walk import modules_reached, reachable, with_submodules
 
 AxisSizes: TypeAlias = Mapping[str, int]
 """Size by axis."""
@@ -176,7 +176,12 @@ class Call(NamedTuple):
 
     def modules(self, function: Callable[..., Any]) -> list[torch.nn.Module]:
         """Return the modules that a function can reach in this call."""
-        return all_reachable_modules(function, (*self.owner, *self.arguments))
+        return with_submodules(modules_reached(function, (*self.owner, *self.arguments)))
+
+    def tensors(self, function: Callable[..., Any]) -> list[torch.Tensor]:
+        """Return the tensors that it can reach, without those inside modules."""
+        found = reachable(function, (*self.owner, *self.arguments))
+        return [each for each in found if isinstance(each, torch.Tensor)]
 
     def given(
         self,

@@ -41,7 +41,7 @@ MaskKind: TypeAlias = Literal["real", "padding"]
 """Whether a mask is True (or 1) where the data is real, or where it is padding."""
 
 
-class Options(TypedDict, total=False):
+class BucketedOptions(TypedDict, total=False):
     """The options of :func:`bucketed`, which says what they mean."""
 
     dims: Required[Dims]
@@ -94,7 +94,7 @@ class Spec:
     check_padding: CheckPadding
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: Options, *, bound: bool) -> Spec:
+    def of(cls, function: Callable[..., Any], options: BucketedOptions, *, bound: bool) -> Spec:
         """Match options with the arguments of a function, ``bound`` to the first of them."""
         name = getattr(function, "__qualname__", type(function).__name__) + "()"
         parameters = _parameters(function)

@@ -595,16 +595,16 @@ def _try_hooks() -> None:
     It is not tried where other code has registered hooks, which would see an optimizer of ours.
     """
 
-    class Inner(Optimizer):
+    class Innermost(Optimizer):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             pass
 
-    class Outer(Inner):
+    class Outer(Innermost):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step(closure)
 
     # Each puts the hooks around the step of its class.
-    _, probe = Inner([torch.zeros(1)], {}), Outer([torch.zeros(1)], {})
+    _, probe = Innermost([torch.zeros(1)], {}), Outer([torch.zeros(1)], {})
     nested: list[bool] = []
 
     def note(optimizer: Optimizer, *_: Any) -> None:

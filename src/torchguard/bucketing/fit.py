@@ -58,11 +58,6 @@ class FittedLadder(NamedTuple):
     cost: float
 
 
-def _aligned(sizes: _Integers, multiple_of: int, top: int) -> _Integers:
-    """Round sizes up to the alignment, none of them past the top of the ladder."""
-    return np.minimum(-(-sizes // multiple_of) * multiple_of, top)
-
-
 def best_ladders(
     observed: Observed,
     count: int,
@@ -76,7 +71,8 @@ def best_ladders(
     There are fewer than ``count`` of them where one more bucket would save nothing.
     """
     # All sizes that the alignment gives the same bucket are one.
-    aligned = _aligned(np.append(observed.sizes, top), multiple_of, top)
+    # Rounded up to the alignment, and none of them past the top of the ladder.
+    aligned = np.minimum(-(-np.append(observed.sizes, top) // multiple_of) * multiple_of, top)
     wanted, weights = grouped(aligned, np.append(observed.weights, 0.0))
     below = np.cumsum(weights)
     buckets, costs = wanted, costs_of(wanted, cost, "Buckets.fit")

@@ -129,7 +129,11 @@ def verify_checkpoint(
             compared(folder / name)
         compared(*inside.values())
     faults += _of_files(files_left, limits, compared)
-    if files == files_left and not any(map(_is_known, files)):
+    known = (
+        _is_of_dcp(each) or each.suffix in {".safetensors", *_PICKLES} or _is_of_torch(each)
+        for each in files
+    )
+    if files == files_left and not any(known):
         faults.append(f"{target} holds no checkpoint of a format that is known here")
     return CheckpointCheck(str(path), tuple(faults), len(files), total, tuple(limits))
 
@@ -298,10 +302,6 @@ def _of_files(files: list[Path], limits: list[str], compared: Callable[..., None
 
 def _is_of_dcp(file: Path) -> bool:
     return file.suffix == ".distcp" or _METADATA_NAME.fullmatch(file.name) is not None
-
-
-def _is_known(file: Path) -> bool:
-    return _is_of_dcp(file) or file.suffix in {".safetensors", *_PICKLES} or _is_of_torch(file)
 
 
 def _is_of_torch(file: Path) -> bool:

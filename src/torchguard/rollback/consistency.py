@@ -79,11 +79,8 @@ def _fault(tensor: torch.Tensor) -> str | None:
         fault = _fault(part)
         if fault is not None:
             return f"{name} has {fault}"
-    return None if _is_made_of_others(tensor) else _strided_fault(tensor)
-
-
-def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__")
+    is_made_of_others = tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__")
+    return None if is_made_of_others else _strided_fault(tensor)
 
 
 def _strided_fault(tensor: torch.Tensor) -> str | None:

@@ -141,10 +141,10 @@ def _sizes_of_results(
 def _on_meta(tree: Any) -> Any:
     """Return the arguments of a call with tensors that have no elements in place of its own."""
     leaves, _ = flatten(tree)
-    return unflatten(
-        [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree
-    )
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    empty = [
+        torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    return unflatten(empty, tree)

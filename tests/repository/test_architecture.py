@@ -245,3 +245,40 @@ def test_no_file_has_a_switch_of_the_process() -> None:
     path = "_torch/symbolic_shapes.py"  # has one scope for all threads
     found[path] = [each for each in found[path] if "set_stance" not in each]
     assert {path: switches for path, switches in found.items() if switches} == {}
+
+
+# --- what outlives a call is named in one place
+
+EMPTY = {"dict", "set", "list", "deque", "OrderedDict"}
+HOLDERS = {"Counter", "WeakKeyDictionary", "Lock", "RLock", "ContextVar", "Switch", "local"}
+
+
+def _holds_state(value: ast.expr) -> bool:
+    """Whether a value is empty and will be filled, or is a lock, a switch or the like."""
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func).rpartition(".")[2]
+        return name in HOLDERS or (name in EMPTY and not value.args and not value.keywords)
+    return ast.unparse(value) in {"{}", "[]"}
+
+
+def _state_of(tree: ast.Module) -> list[str]:
+    """Return the names in a module that hold what outlives a call."""
+    exchanged = {n for each in ast.walk(tree) if isinstance(each, ast.Global) for n in each.names}
+    found = []
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        pairs = [(node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value)]
+        if isinstance(pairs[0][0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = list(zip(pairs[0][0].elts, node.value.elts, strict=True))
+        names = [(ast.unparse(target), value) for target, value in pairs]
+        found += [name for name, value in names if name in exchanged or _holds_state(value)]
+    return found
+
+
+def test_the_design_page_names_all_state_of_the_process() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/project/design.md").read_text(encoding="utf-8")
+    section = page.partition("## What the process holds")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", section, re.MULTILINE)
+    told = {path: re.findall(r"`(\w+)`", names) for path, names in rows}
+    assert told == {path: names for path, tree in TREES.items() if (names := _state_of(tree))}

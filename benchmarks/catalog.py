@@ -12,7 +12,7 @@ from benchmarks.program import Benchmark
 
 _NAMES = (
     "end_to_end", "resize", "transaction", "verified", "buckets", "sampler", "pairs", "assign",
-    "recompute", "checkpoint", "import", "cuda_tests",
+    "recompute", "checkpoint", "import",
 )  # fmt: skip
 
 BENCHMARKS: dict[str, Benchmark] = {

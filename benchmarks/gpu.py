@@ -40,11 +40,10 @@ _GROUP: dict[str, Any] = (
 )
 
 PARTS = {
-    "a": "the tests marked cuda; the doctor is one of them",
-    "b": "what undoing a training step costs",
-    "c": "what a call costs",
-    "d": "whole steps of three models, with each guard on and off by turns",
-    "e": "buckets: CUDA graphs recorded per bucket, per shape, with dynamic=True",
+    "a": "what undoing a training step costs",
+    "b": "what a call costs",
+    "c": "whole steps of three models, with each guard on and off by turns",
+    "d": "buckets: CUDA graphs recorded per bucket, per shape, with dynamic=True",
 }
 
 
@@ -67,13 +66,12 @@ class Piece:
 
 # fmt: off
 PIECES = (
-    Piece("a", "cuda_tests", 105),
-    Piece("b", "transaction", 45, ("--rounds", "9")),
-    Piece("c", "resize", 35, ("--rounds", "15")),
-    Piece("c", "assign", 25, ("--rounds", "9")),
-    Piece("c", "verified", 35, ("--rounds", "1")),
-    Piece("d", "end_to_end", 150, ("--rounds", "9")),
-    Piece("e", "buckets", 70, (
+    Piece("a", "transaction", 45, ("--rounds", "9")),
+    Piece("b", "resize", 35, ("--rounds", "15")),
+    Piece("b", "assign", 25, ("--rounds", "9")),
+    Piece("b", "verified", 35, ("--rounds", "1")),
+    Piece("c", "end_to_end", 150, ("--rounds", "9")),
+    Piece("d", "buckets", 70, (
         "--rounds", "50", "--mode", "reduce-overhead", "--phase", "forward",
         "--rows", "bucketed fit 8,compile dynamic=True,compile",
     )),
@@ -242,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--out", type=Path, metavar="DIR", help="a folder without results")
     help_ = "go on where a call stopped"
     where.add_argument("--continue", type=Path, dest="go_on", metavar="DIR", help=help_)
-    parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: b,d or end_to_end")
+    parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: a,c or end_to_end")
     parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
     help_ = "of a copy of the checkout that is no git repository"
     parser.add_argument("--revision", metavar="COMMIT", help=help_)

@@ -21,7 +21,7 @@ Line = dict[str, Any]
 NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
 
 _NAMES = (
-    "id", "what", "phase", "mode", "guard", "row", "buckets", "operator", "test",
+    "id", "what", "phase", "mode", "guard", "row", "buckets", "operator",
 )  # fmt: skip
 
 

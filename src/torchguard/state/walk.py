@@ -101,7 +101,7 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 _TABLE: tuple[tuple[Any, Kind, Callable[[Any], Pairs]], ...] = (
-    ((Tensor, nn.Module, type, ModuleType), "closed", lambda _: ()),
+    ((nn.Module, type, ModuleType), "closed", lambda _: ()),
     (Optimizer, "optimizer", lambda node: vars(node).items()),
     (FunctionType, "function", lambda node: list(enumerate(_around(node)))),
     (MethodType, "bound", lambda node: ((0, node.__self__), (1, node.__func__))),
@@ -142,6 +142,7 @@ def walk(roots: Iterable[Any], reach: Reach = STATE) -> Iterator[Any]:
     logger leads to the whole program.
     """
     seen: dict[int, Any] = {}
+    limited = reach.most < math.inf
     waiting = deque((each, True) for each in roots)
     while waiting:
         node, may_open = waiting.popleft()
@@ -149,12 +150,14 @@ def walk(roots: Iterable[Any], reach: Reach = STATE) -> Iterator[Any]:
             continue
         seen[id(node)] = node  # held: what is made on the way must not leave its id to another
         yield node
+        if isinstance(node, Tensor):  # most of what there is
+            continue
         try:
-            if isinstance(node, _BY_KEY) and len(node) > reach.most:
+            if limited and isinstance(node, _BY_KEY) and len(node) > reach.most:
                 continue
             kind, inside = _kind_and_inside(node)
         except Exception:
-            if reach.most == math.inf:
+            if not limited:
                 raise
             # Of a class of the program's, which can't say what is in it.
             kind, inside = "object", getattr(node, "__dict__", {}).items()

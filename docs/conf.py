@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
 from sphinx.application import Sphinx
 
 import torchguard
@@ -100,11 +99,10 @@ def _leave_out(_app: Sphinx, _kind: str, name: str, member: object, *_: Any) -> 
     return hidden or made_by_us or None
 
 
-def _add_card(
-    _app: Sphinx, name: str, _template: str, context: dict[str, Any], page: nodes.document | None
-) -> None:
+def _add_card(_app: Sphinx, name: str, _template: str, context: dict[str, Any], page: Any) -> None:
     """Say what a chat or a social network shows of a page: title, first paragraph, picture."""
-    first = next(page.findall(nodes.paragraph), None) if page is not None else None
+    nodes = page.findall() if page is not None else ()
+    first = next((node for node in nodes if node.tagname == "paragraph"), None)
     about = " ".join(first.astext().split()) if first is not None else ""
     tags = {
         "og:title": re.sub(r"<[^>]+>", "", context.get("title", name)),

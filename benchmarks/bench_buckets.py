@@ -201,10 +201,10 @@ def streams(setting: Setting, folder: Path) -> Iterator[Case]:
         parts = options.rows.split(",")
         rows = list(dict.fromkeys(row for part in parts for row in ROWS if part in row))
     phases = [options.phase] if options.phase else PHASES[-1:] if quick else PHASES
-    modes = [None, "reduce-overhead"] if device == "cuda" else [None]
+    modes = [None, "reduce-overhead"] if device == "cuda" and not quick else [None]
     if options.mode is not None and not quick:
         modes = [None if options.mode == "default" else options.mode]
-    backend = "aot_eager" if quick and device == "cpu" else "inductor"
+    backend = "aot_eager" if quick else "inductor"
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     process = partial(in_a_process, environment=cache)
     if backend == "inductor":

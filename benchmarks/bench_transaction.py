@@ -63,9 +63,15 @@ def deep_copies(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return copy.deepcopy((net.state_dict(), optimizer.state_dict()))
 
 
-def steps(device: str) -> Iterator[Comparison]:
+def nets(*, quick: bool) -> list[str]:
+    """Return the names of the networks; in quick mode the one whose step does next to no work."""
+    return ["tiny"] if quick else list(NETS)
+
+
+def steps(device: str, *, quick: bool) -> Iterator[Comparison]:
     """Compare steps that succeed; the plain loop trains a network of its own."""
-    for which, name, way in itertools.product(NETS, KINDS, ("transaction", "deepcopy")):
+    ways = "transaction", "deepcopy"
+    for which, name, way in itertools.product(nets(quick=quick), KINDS, ways):
         net, optimizer = trained(which, name, device)
         plain, plain_optimizer = trained(which, name, device)
         loop = {"net": net, "optimizer": optimizer, "deep_copies": deep_copies}
@@ -106,10 +112,10 @@ def run(setting: Setting) -> Results:
             {"what": f"{NETS[which]}, AdamW({name}=True)", "id": f"{which}-{name}"},
             partial(memory, which, name, device),
         )
-        for which, name in itertools.product(NETS, KINDS)
+        for which, name in itertools.product(nets(quick=setting.quick), KINDS)
     )
     return {
-        "rows": measure(steps(device), setting, block_seconds=0.2),
+        "rows": measure(steps(device, quick=setting.quick), setting, block_seconds=0.2),
         "memory": setting.collect(held, "memory"),
     }
 

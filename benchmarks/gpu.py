@@ -244,8 +244,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
     help_ = "of a copy of the checkout that is no git repository"
     parser.add_argument("--revision", metavar="COMMIT", help=help_)
-    help_ = "the same list on a CPU, with tiny sizes"
-    parser.add_argument("--rehearse", action="store_true", help=help_)
+    help_ = "the same list with tiny sizes and without inductor, on a CPU or on cuda"
+    devices: dict[str, Any] = {"choices": ("cpu", "cuda"), "nargs": "?", "const": "cpu"}
+    parser.add_argument("--rehearse", help=help_, **devices)
     return parser
 
 
@@ -265,8 +266,8 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
         pieces = pieces_of(options.only, options.skip)
     except ValueError as error:
         parser.error(str(error))
-    device = "cpu" if options.rehearse else "cuda"
-    session = Session(out, 60 * options.minutes, device, options.rehearse, options.revision)
+    device, quick = options.rehearse or "cuda", options.rehearse is not None
+    session = Session(out, 60 * options.minutes, device, quick, options.revision)
     session.begun = session.begun if began is None else began
     with _told_to_stop(session):
         summary = work_through(session, pieces, go_on=go_on)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -107,54 +108,68 @@ def transaction(
         ...     print(model.weight.grad)
         None
     """
-    models = _several("model", model)
-    optimizers = list(map(_innermost, _several("optimizer", optimizer)))
-    scalers, schedulers = _several("scaler", scaler), _several("scheduler", scheduler)
-    also = [Accumulation(e) if is_accelerator(e) else e for e in _several("also", also)]
-    if len(scalers) > 1:
-        raise TypeError(f"transaction: scaler has {len(scalers)} GradScalers, expected one")
-    scaler = next(iter(scalers), None)
-    if undo not in get_args(Undo):
-        raise ValueError(f"transaction: undo is {undo!r}, expected one of {get_args(Undo)}")
-    for each in models:
-        _refuse_model(each)
-    own = {id(parameter) for each in models for parameter in each.parameters()}
-    for each in optimizers:
-        if not has_step_hooks(each):
-            raise TypeError(_why_not_seen(each))
-        if isinstance(each, torch.optim.LBFGS):
-            raise TypeError(
-                "transaction: LBFGS runs forward and backward many times inside step(). Put the "
-                "step into `with torchguard.rollback_on_error(model, data=True):`, and make a new "
-                "LBFGS after a failure"
-            )
-        if own and not any(id(p) in own for group in each.param_groups for p in group["params"]):
+    setup = Setup(
+        models=_several("model", model),
+        optimizers=list(map(_innermost, _several("optimizer", optimizer))),
+        scalers=_several("scaler", scaler),
+        schedulers=_several("scheduler", scheduler),
+        also=[Accumulation(e) if is_accelerator(e) else e for e in _several("also", also)],
+        undo=undo,
+        skip_nonfinite=skip_nonfinite,
+        group=group,
+    )
+    warn_of_parameters("transaction", setup.models, setup.optimizers)
+    return Transaction(setup.guarded())
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What :func:`transaction` was given, checked."""
+
+    models: list[nn.Module]
+    optimizers: list[Optimizer]
+    scalers: list[Any]
+    schedulers: list[Any]
+    also: list[Any]
+    undo: Undo
+    skip_nonfinite: bool
+    group: Any
+
+    def __post_init__(self) -> None:
+        if len(self.scalers) > 1:
+            given = len(self.scalers)
+            raise TypeError(f"transaction: scaler has {given} GradScalers, expected one")
+        if self.undo not in get_args(Undo):
+            expected = get_args(Undo)
+            raise ValueError(f"transaction: undo is {self.undo!r}, expected one of {expected}")
+        for model in self.models:
+            _refuse_model(model)
+        own = {id(parameter) for each in self.models for parameter in each.parameters()}
+        for optimizer in self.optimizers:
+            _refuse_optimizer(optimizer, own)
+        if self.skip_nonfinite and any(scaler.is_enabled() for scaler in self.scalers):
             raise ValueError(
-                f"transaction: {type(each).__name__} has no parameter of the model, whose step it "
-                "would be: make it from model.parameters(), after the model was replaced or moved"
+                "transaction: skip_nonfinite=True with a GradScaler, which skips such steps "
+                "itself; leave one of them out"
             )
-    if skip_nonfinite and scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "transaction: skip_nonfinite=True with a GradScaler, which skips such steps itself; "
-            "leave one of them out"
-        )
-    modules = [each for each in also if isinstance(each, nn.Module)]
-    warn_of_parameters("transaction", models, optimizers)
-    others = (*scalers, *schedulers)
-    return Transaction(
-        Guarded(
-            TrainingState(tuple(models), tuple(optimizers), others, tuple(also)),
-            undo=undo,
+
+    def guarded(self) -> Guarded:
+        """Return what the blocks of a transaction share."""
+        models, also, scaler = self.models, self.also, next(iter(self.scalers), None)
+        others = (*self.scalers, *self.schedulers)
+        modules = [each for each in also if isinstance(each, nn.Module)]
+        return Guarded(
+            TrainingState(tuple(models), tuple(self.optimizers), others, tuple(also)),
+            undo=self.undo,
             scaler=scaler,
-            schedulers=tuple(schedulers),
-            gate=NonfiniteGate() if skip_nonfinite else None,
-            ranks=None if group is None else Ranks(models, group),
-            first_steps={each: FirstSteps(models, each, scaler) for each in optimizers},
+            schedulers=tuple(self.schedulers),
+            gate=NonfiniteGate() if self.skip_nonfinite else None,
+            ranks=None if self.group is None else Ranks(models, self.group),
+            first_steps={each: FirstSteps(models, each, scaler) for each in self.optimizers},
             outside=StepsOutside(),
             accumulation_is_known=any(isinstance(each, Accumulation) for each in also),
             sharded=next(filter(None, map(_sharded, modules)), None),
         )
-    )
 
 
 def _can_be_saved(each: Any) -> bool:
@@ -239,6 +254,23 @@ def _innermost(optimizer: Any) -> Optimizer:
             f"whose step alone would be undone: give the optimizer in it, and also= the {outer}"
         )
     return _innermost(inner)
+
+
+def _refuse_optimizer(optimizer: Optimizer, own: set[int]) -> None:
+    """Raise if its steps can't be seen or rolled back; ``own`` are the ids of the parameters."""
+    if not has_step_hooks(optimizer):
+        raise TypeError(_why_not_seen(optimizer))
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "transaction: LBFGS runs forward and backward many times inside step(). Put the "
+            "step into `with torchguard.rollback_on_error(model, data=True):`, and make a new "
+            "LBFGS after a failure"
+        )
+    if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"transaction: {type(optimizer).__name__} has no parameter of the model, whose step it "
+            "would be: make it from model.parameters(), after the model was replaced or moved"
+        )
 
 
 def _why_not_seen(optimizer: Optimizer) -> str:

@@ -7,7 +7,8 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,14 +28,18 @@ from torchguard.transactions.block import Guarded
 from torchguard.transactions.ranks import FAILED, OUT_OF_MEMORY
 from torchguard.transactions.split import Split, rows_of
 
-if TYPE_CHECKING:
-    from torchguard.transactions.step import Transaction
-
 Retry = Literal["halve"]
 
 
+class Blocks(AbstractContextManager[Any], Protocol):
+    """A transaction, of which :func:`run` opens a block for each attempt."""
+
+    committed: bool
+    part_size: int | None
+
+
 def run(
-    step: Transaction,
+    step: Blocks,
     guarded: Guarded,
     loss_of: Callable[[Any], torch.Tensor],
     batch: Any,

@@ -68,4 +68,4 @@ def verified_backend(
     inner: Any = "inductor", *, mode: str | None = None, options: Any = None, **checks: Any
 ) -> VerifiedBackend:
     """Return the backend that ``verified()`` compiles with, to be given to ``torch.compile``."""
-    return VerifiedBackend(inner, Options(**checks), mode=mode, inner_options=options)
+    return VerifiedBackend(Options(**checks, backend=inner, mode=mode, options=options))

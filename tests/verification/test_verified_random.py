@@ -27,7 +27,7 @@ from support.zoo import MORE, ZOO, Architecture
 from torchguard import MiscompilationWarning, verified
 from torchguard.errors import TorchGuardWarning, UnverifiedWarning
 from torchguard.verification import random as draws
-from torchguard.verification.backend import inner_of
+from torchguard.verification.backend import Options, inner_of
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -354,10 +354,10 @@ def test_what_is_not_checked_is_said_once_for_each_function(
 
 
 def test_a_cuda_graph_is_left_alone() -> None:
-    inner = inner_of("inductor", {"mode": "reduce-overhead"}, None)
+    inner = inner_of(Options(mode="reduce-overhead"), {})
     assert "CUDA graph" in inner.why_draws_differ(on_gpu=True)
     assert not inner.why_draws_differ(on_gpu=False)  # nothing is recorded there
-    assert not inner_of("inductor", {}, None).why_draws_differ(on_gpu=True)
+    assert not inner_of(Options(), {}).why_draws_differ(on_gpu=True)
 
 
 # --- planted faults

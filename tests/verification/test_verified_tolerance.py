@@ -18,7 +18,7 @@ from torchguard.equivalence.compare import judge
 from torchguard.equivalence.copies import run_on_copies
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import not_by_rounding
-from torchguard.verification.backend import inner_of
+from torchguard.verification.backend import Options, inner_of
 from torchguard.verification.graph import copy_graph
 from torchguard.verification.rounding import exact, perturbed_runs, policy_of
 
@@ -70,7 +70,7 @@ ZERO_BY_ALGEBRA = {Convolution: 2}
 def traced(model: Any, backend: str) -> tuple[Any, Any, list[Any]]:
     """Return the graph of a model as Dynamo traced it, the same compiled, and its inputs."""
     found: list[tuple[Any, Any, list[Any]]] = []
-    compile_ = inner_of(backend, {}, None).compile
+    compile_ = inner_of(Options(backend=backend), {}).compile
 
     def keep(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
         kept = copy_graph(graph)

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from torchguard._torch.schemas import operator_name
-
 _MODULE = "torch.utils.checkpoint"
 _has_impl = hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl")
 
@@ -28,10 +26,8 @@ IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 
 def is_checkpoint(target: object) -> bool:
     """Whether a node of a graph runs a block that the program has checkpointed."""
-    return operator_name(target) in {
-        "higher_order::tag_activation_checkpoint",
-        "higher_order::wrap_activation_checkpoint",
-    }
+    names = "tag_activation_checkpoint", "wrap_activation_checkpoint"
+    return getattr(target, "__name__", "") in names
 
 
 def run_checkpointed(

@@ -142,18 +142,12 @@ class SeesEveryOperator(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __enter__(self) -> Any:
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
             for each in private("_ops._higher_order_ops", {}).values():
                 if type(self) not in each.python_key_table:
                     each.py_impl(type(self))(functools.partial(_hand_to_mode, each))
         return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *failure: object) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
 
 def _hand_to_mode(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:

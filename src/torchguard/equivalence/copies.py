@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,9 +22,10 @@ from torchguard._torch import (
     set_version,
     version_of,
     with_lazy_bits,
+    without_torch_function,
 )
 from torchguard.equivalence.isolate import isolated, saving_copies
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, noting, send_backward
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.process import autocast_devices
 from torchguard.state.tensors import extent
@@ -347,85 +348,77 @@ def _outcome(
     *,
     keeps: bool,
 ) -> Outcome:
-    outcome = Outcome(inputs=copies.values)
+    outcome, given = Outcome(inputs=copies.values), copies.values[len(owned) :]
     # Nobody is warned here: a warning may be an error, and that is none of the graph's.
     called = function
     if isinstance(function, fx.GraphModule):
         called = reference_of(function, warns=False)
     with isolated(), within, saving_copies() if keeps else contextlib.nullcontext():
-        tensors = [*owned, *copies.values[len(owned) :]]
-        before = [
-            (place, value, version_of(value), value.grad_fn)
-            for place, value in enumerate(tensors)
-            if isinstance(value, torch.Tensor)
-        ]
-        try:
-            returned = called(*copies.values[len(owned) :])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a graph raises is its outcome
-            outcome.error = error.with_traceback(None)
+        with without_torch_function():
+            before = [
+                (place, value, version_of(value), value.grad_fn)
+                for place, value in enumerate([*owned, *given])
+                if isinstance(value, torch.Tensor)
+            ]
+        with noting(outcome, "error"):
+            returned = called(*given)
+        if outcome.error is not None:
             return outcome
-        outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        outcome.structure = len(outcome.outputs)
-        # None: inference tensors count no writes.
-        outcome.writes = {
-            place: 1 if version is None else now - version
-            for place, tensor, version, _ in before
-            if version is None or (now := version_of(tensor) or version) != version
-        }
-        outcome.mutated = frozenset(place for place in outcome.writes if place >= len(owned))
-        outcome.sharing = sharing_of(
-            (f"{kind} {number}", value)
-            for kind, values in (("input", copies.values), ("output", outcome.outputs))
-            for number, value in enumerate(values)
-        )
-        # An input that was written to has a history now, and a gradient to send back through it.
-        results = [
-            tensor
-            for place, tensor, _, grad_fn in before
-            if place >= len(owned) and tensor.grad_fn is not grad_fn
-        ]
+        with without_torch_function():
+            outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+            outcome.structure = len(outcome.outputs)
+            # None: inference tensors count no writes.
+            outcome.writes = {
+                place: 1 if version is None else now - version
+                for place, tensor, version, _ in before
+                if version is None or (now := version_of(tensor) or version) != version
+            }
+            outcome.mutated = frozenset(place for place in outcome.writes if place >= len(owned))
+            outcome.sharing = sharing_of(copies.values, outcome.outputs)
+            # An input that was written to has a history now, and a gradient to send back through.
+            results = [
+                tensor
+                for place, tensor, _, grad_fn in before
+                if place >= len(owned) and tensor.grad_fn is not grad_fn
+            ]
+            ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]
         # As programs do, which leave autocast before backward().
         for device in autocast_devices():
             torch.set_autocast_enabled(device, False)
-        try:
-            ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]
-            sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
-            names = {place: f"input {place}" for place in sources}
-            if ends and sources:
+        sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
+        names = {place: f"input {place}" for place in sources}
+        if ends and sources:
+            with noting(outcome, "backward_error"):
                 outcome.gradients = send_backward(
                     list(map(Output, ends)), sources, names, mixed=True, change=change
                 )
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - likewise
-            outcome.backward_error = error.with_traceback(None)
     return outcome
 
 
-def sharing_of(named: Iterable[tuple[str, Any]]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of an output and an input, or another output, that overlap in memory.
+def sharing_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> frozenset[tuple[str, str]]:
+    """Return by name the pairs of an output and an input, or an earlier output, that overlap."""
+    names = [f"input {place}" for place in range(len(inputs))]
+    names += [f"output {place}" for place in range(len(outputs))]
+    pairs = map(sorted, overlapping([*inputs, *outputs]))
+    return frozenset((names[two], names[one]) for one, two in pairs if two >= len(inputs))
 
-    The names of outputs begin with ``output``; inputs come first.
+
+def overlapping(values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Return the places of the tensors that overlap in memory, in pairs.
+
+    The one that begins first is in front. What lies between two elements may belong to another
+    view, but then in eager and compiled code alike.
     """
-    spans = [
-        (name, value.device, *span_of(value))
-        for name, value in named
+    spans = sorted(
+        (str(value.device), begin, begin + size * value.element_size(), place)
+        for place, value in enumerate(values)
         if isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if value.numel() and value.untyped_storage().nbytes()
-    ]
-    return frozenset(
-        (name, other)
-        for place, (name, device, begin, end) in enumerate(spans)
-        if name.startswith("output")
-        for other, its_device, its_begin, its_end in spans[:place]
-        if device == its_device and begin < its_end and its_begin < end
+        if (size := extent(value.shape, value.stride())) and (begin := value.data_ptr())
     )
-
-
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address and the address behind the last element."""
-    # What lies between may belong to another view, but then in eager and compiled code alike.
-    first = tensor.data_ptr()
-    return first, first + extent(tensor.shape, tensor.stride()) * tensor.element_size()
+    found = []
+    for place, (device, _, end, number) in enumerate(spans):
+        for its_device, its_begin, _, its_number in spans[place + 1 :]:
+            if its_device != device or its_begin >= end:
+                break
+            found.append((number, its_number))
+    return tuple(found)

@@ -92,7 +92,8 @@ def reference_of(
     Without ``copies`` operands that overlap what is written are left as they are.
     """
     nodes = graph.graph.nodes
-    if not any((copies and node_may_write(each)) or is_checkpoint(each.target) for each in nodes):
+    has_writes = copies and any(map(node_may_write, nodes))
+    if not has_writes and not any(is_checkpoint(each.target) for each in nodes):
         return graph.forward
     return lambda *inputs: _Reference(graph, warns, copies).run(*inputs, enable_io_processing=False)
 

@@ -43,7 +43,6 @@ from torchguard.verification.report import (
     note_mismatch,
     say_unverified,
 )
-from torchguard.verification.reproduce import python_reproducer_of
 from torchguard.verification.undone import Reached, Run, differences_of
 
 
@@ -92,7 +91,7 @@ class AgainstPython:
         if comparison.runs or self._runs is not None:
             return (self._runs or self.compiled)(*args, **kwargs)
         self._calls += 1
-        every = self.backend.checks.every
+        every = self.backend.options.every
         before = comparison.watched
         try:
             if not self._due and (every is None or self._calls % every):
@@ -121,7 +120,7 @@ class AgainstPython:
             comparison.runs = ""
         say_unverified(self.record)
         if found:
-            self._replace(found, args, kwargs)
+            self._replace(found)
 
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Difference]:
         reached = Reached(self.function, args, kwargs)
@@ -129,7 +128,7 @@ class AgainstPython:
             raise UnverifiedError("ranks would run a collective a different number of times")
         if reached.problem is not None:
             raise UnverifiedError(reached.problem)
-        require_comparable(reached.tensors, self.backend.checks.max_bytes, reached.names)
+        require_comparable(reached.tensors, self.backend.options.max_bytes, reached.names)
 
         def as_python(change: Callable[[Sequence[Any]], None] | None = None) -> Run:
             comparison.runs = "python"
@@ -161,17 +160,14 @@ class AgainstPython:
             found = [each for each in found if (each.part, each.key, each.kind) not in unsteady]
         return found
 
-    def _replace(
-        self, found: list[Difference], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _replace(self, found: list[Difference]) -> None:
         """Warn or raise, as ``on_mismatch`` says, and decide what runs from now on."""
-        record, action = self.record, self.backend.checks.on_mismatch
+        record, action = self.record, self.backend.options.on_mismatch
         note_mismatch(record, found, action, "Python")
         head = f"Dynamo (torch {torch.__version__}) traced `{record.function}`"
-        reproducer = python_reproducer_of(self.function, args, kwargs, record)
-        more = [f"reproducer: {reproducer}"]
+        more = []
         if self._right is not None:
-            more.insert(0, f"last right comparison: {self._calls - self._right} calls ago")
+            more.append(f"last right comparison: {self._calls - self._right} calls ago")
         text = message_of(record, head, found, action, *more)
         self._runs = replacement(action, text, self.as_python, self.compiled)
         record_event("miscompiled", "verified", f"{head} wrong", is_said=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,24 +62,25 @@ class Inner(NamedTuple):
         return ""
 
 
-def inner_of(given: str | Compiler, settings: Mapping[str, Any], dynamic: bool | None) -> Inner:
+def inner_of(options: Options, settings: Mapping[str, Any]) -> Inner:
     """Look a backend up.
 
-    ``settings`` are what ``torch.compile`` passes on to it, ``mode`` and ``options``.
+    ``settings`` are what ``torch.compile`` passes on with a graph, ``mode`` and ``options``.
     """
+    own = {"mode": options.mode, "options": options.options}
+    settings = {**{name: value for name, value in own.items() if value is not None}, **settings}
+    given = options.backend
     if given == "inductor":
-        compiler = inductor_backend(settings.get("mode"), settings.get("options"), dynamic)
-        options = inductor_options(compiler)
-        return Inner("inductor", compiler, f"options={options!r}" if options else "")
+        compiler = inductor_backend(settings.get("mode"), settings.get("options"), options.dynamic)
+        found = inductor_options(compiler)
+        return Inner("inductor", compiler, f"options={found!r}" if found else "")
     if isinstance(given, str):
         name, compiler, source = given, dynamo_backend(given), f"backend={given!r}"
     else:
         name, compiler, source = getattr(given, "__name__", type(given).__name__), given, None
-
-    def compile_with_settings(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        return compiler(graph, inputs, **settings)
-
-    return Inner(name, compile_with_settings if settings else compiler, source)
+    if not settings:
+        return Inner(name, compiler, source)
+    return Inner(name, functools.partial(compiler, **settings), source)
 
 
 class _Comparing(threading.local):
@@ -94,13 +96,17 @@ comparison = _Comparing()
 
 @dataclass(frozen=True)
 class Options:
-    """How a graph is checked."""
+    """How a graph is checked, and what compiles it; the values are right."""
 
     calls: int = 1
     on_mismatch: OnMismatch = "fallback"
     max_bytes: int | None = None
     against: Literal["python"] | None = None
     every: int | None = None
+    backend: str | Compiler = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    dynamic: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("calls", 1), ("max_bytes", 0), ("every", 1)):
@@ -118,6 +124,18 @@ class Options:
                 raise ValueError(f"verified: {name} is {value!r}, expected {choices}")
         if self.every is not None and self.against is None:
             raise ValueError("verified: every is for against='python', which was not given")
+        if not isinstance(self.backend, str) and not callable(self.backend):
+            raise TypeError(
+                f"verified: backend is {self.backend!r}, expected a name or what compiles"
+            )
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise TypeError(
+                f"verified: options is {self.options!r}, expected a dict of options of inductor, "
+                "such as {'max_autotune': True}; a name of several, such as 'max-autotune', is "
+                "given as mode="
+            )
+        if self.dynamic not in {None, True, False}:
+            raise TypeError(f"verified: dynamic is {self.dynamic!r}, expected True, False or None")
 
 
 class VerifiedBackend:
@@ -125,45 +143,28 @@ class VerifiedBackend:
 
     __name__ = "torchguard"  # what Dynamo's messages call it
 
-    def __init__(
-        self,
-        inner: str | Compiler,
-        options: Options,
-        *,
-        mode: str | None = None,
-        inner_options: dict[str, Any] | None = None,
-        dynamic: bool | None = None,
-        function: str | None = None,
-    ) -> None:
-        self._given = inner
+    def __init__(self, options: Options, function: str | None = None) -> None:
+        self.options = options
         self.function = function
         """The name of what the user has decorated."""
-        self.checks = options
-        """How graphs are checked."""
-        given = {"mode": mode, "options": inner_options}
-        self._settings = {name: value for name, value in given.items() if value is not None}
-        self.dynamic = dynamic
         self._own: Inner | None = None
         self._graphs: list[GraphRecord] = []
-        if self._settings:
+        if options.mode is not None or options.options is not None:
             self.inner()  # raises for what inductor does not know
 
     def inner(self, **settings: Any) -> Inner:
-        """Look up by its name the backend that compiles.
-
-        ``torch.compile`` passes on settings with a graph, ``mode`` and ``options``.
-        """
+        """Look up by its name the backend that compiles; ``torch.compile`` passes settings on."""
         if settings:
-            return inner_of(self._given, {**self._settings, **settings}, self.dynamic)
+            return inner_of(self.options, settings)
         if self._own is None:
-            self._own = inner_of(self._given, self._settings, self.dynamic)
+            self._own = inner_of(self.options, {})
         return self._own
 
     def __call__(
         self, graph: fx.GraphModule, example_inputs: list[Any], **settings: Any
     ) -> Callable[..., Any]:
         """Compile a graph; its first calls are checked."""
-        if self.checks.against is None:
+        if self.options.against is None:
             return self._compile(graph, example_inputs, settings)
         # Copied before it is compiled, as below. The operands of a write are those of Python.
         traced = reference_of(copy_graph(graph), copies=False)
@@ -199,7 +200,7 @@ class VerifiedBackend:
 
         draws = inner.draws_like_eager
         return checked_calls(
-            GraphCheck(traced, inner, self.checks, record, compiled, draws, sizes, numbers)
+            GraphCheck(traced, inner, self.options, record, compiled, draws, sizes, numbers)
         )
 
     def add(self, record: GraphRecord) -> None:
@@ -215,7 +216,9 @@ class VerifiedBackend:
         """Pass ``torch._dynamo.reset()`` on to the backend that compiles."""
         # Dynamo calls reset() of each backend that has one. Inductor's drops its CUDA graphs:
         # https://github.com/pytorch/pytorch/blob/main/torch/__init__.py
-        inner = inductor_backend(None, None, None) if self._given == "inductor" else self._given
+        inner: Any = self.options.backend
+        if inner == "inductor":
+            inner = inductor_backend(None, None, None)
         reset = getattr(inner, "reset", None)
         if reset is not None:
             reset()
@@ -223,17 +226,11 @@ class VerifiedBackend:
     # Dynamo keeps what it has compiled with the backend, and compiles again for one that is not
     # equal: https://github.com/pytorch/pytorch/blob/main/torch/csrc/dynamo/extra_state.cpp
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, VerifiedBackend)
-            and self._given == other._given
-            and self.checks == other.checks
-            and self._settings == other._settings
-            and self.dynamic == other.dynamic
-        )
+        return isinstance(other, VerifiedBackend) and self.options == other.options
 
     def __hash__(self) -> int:
-        return hash((VerifiedBackend, self.checks))
+        return hash(VerifiedBackend)  # a dict of options has none
 
 
-backend = VerifiedBackend("inductor", Options())
+backend = VerifiedBackend(Options())
 """What ``torch.compile(f, backend="torchguard")`` uses, with no import of torchguard."""

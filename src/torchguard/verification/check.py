@@ -20,6 +20,7 @@ from torchguard._torch import has_hooks, warn_at_compiled_call
 from torchguard.equivalence.compare import COMPILING, Difference, judge
 from torchguard.equivalence.copies import (
     bytes_of,
+    overlapping,
     run_on_copies,
     tensors_of,
     why_not_copied,
@@ -29,7 +30,7 @@ from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.equivalence.reference import reference_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Inner, OnMismatch, Options
-from torchguard.verification.graph import SizesOf, names_of, owned_tensors, shared_inputs
+from torchguard.verification.graph import SizesOf, names_of, owned_tensors
 from torchguard.verification.random import (
     EQUAL,
     FORWARD_AND_BACKWARD,
@@ -171,7 +172,7 @@ class GraphCheck:
         return (
             values == self._first,
             None if self.sizes is None else self.sizes(inputs),
-            shared_inputs(inputs) if self._mutates else None,
+            overlapping(inputs) if self._mutates else None,
         )
 
     def call(self, inputs: tuple[Any, ...]) -> Any:

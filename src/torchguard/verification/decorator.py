@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, overload, runtime_checkable
 
 import torch
@@ -65,21 +66,6 @@ class Verified(Protocol[_Arguments, _Result_co]):
 
     def stats(self) -> VerificationReport:
         """Return what was checked so far."""
-        ...
-
-
-class Decorator(Protocol):
-    """What ``verified(...)`` is before it gets something to check."""
-
-    # A module is a callable too, and the first of the two that fits is meant.
-    @overload
-    def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
-    @overload
-    def __call__(
-        self, function: Callable[_Arguments, _Result], /
-    ) -> Verified[_Arguments, _Result]: ...
-    def __call__(self, function: Any, /) -> Any:
-        """Compile and check it."""
         ...
 
 
@@ -169,48 +155,52 @@ def verified(
         >>> double.stats().graphs[0].status
         'verified'
     """
-    checks = Options(calls, on_mismatch, max_bytes, against, every)
-    _check_compile_options(backend, options, compile_options)
-    has_own = (backend, mode, options, compile_options) != ("inductor", None, None, {})
+    dynamic = compile_options.get("dynamic")
+    asked = Options(calls, on_mismatch, max_bytes, against, every, backend, mode, options, dynamic)
+    decorator = Decorator(asked, compile_options)
+    return decorator if function is None else decorator(function)
 
-    def settings_for(given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return arguments for ``torch.compile``."""
-        if compiled_call(given) is not None:
-            raise TypeError(
-                f"verified: {_name_of(given)} was compiled already; pass the function or the "
-                "module itself: verified(mode=...)(function)"
-            )
-        if has_own and compiled:
-            raise TypeError(
-                "verified: this keeps the backend, mode and options that bucketed() was given; "
-                "give all of them to one of the two"
-            )
-        asked = dict(compiled) if isinstance(compiled, Mapping) else dict(compile_options)
-        checked = VerifiedBackend(
-            asked.pop("backend", backend),
-            checks,
-            mode=asked.pop("mode", mode),
-            inner_options=asked.pop("options", options),
-            dynamic=asked.get("dynamic"),
-            function=_name_of(given),
-        )
-        checked.inner()  # looked up by name now, as torch.compile does
-        return {**asked, "backend": checked}
 
-    def wrap(function: Any, /) -> Any:
-        _check_function(function, against)
+@dataclass(frozen=True)
+class Decorator:
+    """What ``verified(...)`` is before it gets something to check."""
+
+    options: Options
+    compile_options: dict[str, Any]
+    """Further arguments of ``torch.compile``."""
+
+    def __post_init__(self) -> None:
+        """Refuse what ``torch.compile`` does not take, in words about its own parts."""
+        known = inspect.signature(patch.original("torch.compile")).parameters
+        for name, value in self.compile_options.items():
+            if name not in known:
+                raise TypeError(
+                    f"verified: there is no argument {name}; an option of inductor is given as "
+                    f"options={{{name!r}: {value!r}}}"
+                )
+
+    # A module is a callable too, and the first of the two that fits is meant.
+    @overload
+    def __call__(self, function: _Module, /) -> _Module: ...  # type: ignore[overload-overlap]
+    @overload
+    def __call__(
+        self, function: Callable[_Arguments, _Result], /
+    ) -> Verified[_Arguments, _Result]: ...
+    def __call__(self, function: Any, /) -> Any:
+        """Compile and check it."""
+        _check_function(function, self.options.against)
         # A protocol and no class: this room does not import the one of bucketed.
         if isinstance(function, CompilesInside):
-            return function.__torchguard_compile__(settings_for)
+            return function.__torchguard_compile__(self.settings)
         present = _backend_of(function)
         if present is not None:
-            if has_own or checks != present.checks:
+            if self._has_own or self.options != replace(present.options, **_NO_OWN):
                 raise TypeError(
                     f"verified: {_name_of(function)} is verified already, with other options; "
                     "give all of them to the first verified()"
                 )
             return _with_stats(function, present)
-        settings = settings_for(function, None)
+        settings = self.settings(function, None)
         made: Any = function
         if isinstance(function, torch.nn.Module):
             compile_in_place(function, **settings)
@@ -219,12 +209,43 @@ def verified(
         made = _compared(made, function, settings["backend"])
         return _with_stats(made, settings["backend"])
 
-    return wrap if function is None else wrap(function)
+    def settings(self, given: Any, compiled: bool | Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return arguments for ``torch.compile``, by which ``given`` may be compiled already."""
+        if compiled_call(given) is not None:
+            raise TypeError(
+                f"verified: {_name_of(given)} was compiled already; pass the function or the "
+                "module itself: verified(mode=...)(function)"
+            )
+        if self._has_own and compiled:
+            raise TypeError(
+                "verified: this keeps the backend, mode and options that bucketed() was given; "
+                "give all of them to one of the two"
+            )
+        asked = dict(compiled) if isinstance(compiled, Mapping) else dict(self.compile_options)
+        chosen = replace(
+            self.options,
+            backend=asked.pop("backend", self.options.backend),
+            mode=asked.pop("mode", self.options.mode),
+            options=asked.pop("options", self.options.options),
+            dynamic=asked.get("dynamic"),
+        )
+        checked = VerifiedBackend(chosen, _name_of(given))
+        checked.inner()  # looked up by name now, as torch.compile does
+        return {**asked, "backend": checked}
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether it was given more than checks."""
+        return bool(self.compile_options) or self.options != replace(self.options, **_NO_OWN)
+
+
+_NO_OWN: dict[str, Any] = {"backend": "inductor", "mode": None, "options": None, "dynamic": None}
+"""The options of one that says nothing of what compiles."""
 
 
 def _compared(made: Any, function: Any, backend: VerifiedBackend) -> Any:
     """Compare the calls of what was compiled with Python, if that is asked for."""
-    if backend.checks.against is None:
+    if backend.options.against is None:
         return made
     # Here and not above: most programs do not ask for it.
     from torchguard.verification.against import compare_with_python  # noqa: PLC0415
@@ -244,26 +265,6 @@ class _Stats:
 
     def __reduce__(self) -> tuple[type[_Stats], tuple[()]]:
         return _Stats, ()
-
-
-def _check_compile_options(backend: Any, options: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what ``torch.compile`` would, when it is called, in words about its own parts."""
-    if not isinstance(backend, str) and not callable(backend):
-        raise TypeError(f"verified: backend is {backend!r}, expected a name or what compiles")
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(
-            f"verified: options is {options!r}, expected a dict of options of inductor, such as "
-            "{'max_autotune': True}; a name of several, such as 'max-autotune', is given as mode="
-        )
-    if (dynamic := given.get("dynamic")) not in {None, True, False}:
-        raise TypeError(f"verified: dynamic is {dynamic!r}, expected True, False or None")
-    known = inspect.signature(patch.original("torch.compile")).parameters
-    for name, value in given.items():
-        if name not in known:
-            raise TypeError(
-                f"verified: there is no argument {name}; an option of inductor is given as "
-                f"options={{{name!r}: {value!r}}}"
-            )
 
 
 def _check_function(function: Any, against: str | None) -> None:
@@ -335,7 +336,7 @@ def guard_compile(original: Callable[..., Any]) -> Callable[..., Any]:
             known = {name: value for name, value in options.items() if name not in _NOT_INDUCTORS}
             inductor_backend(mode, known or None, dynamic)
         against: Any = os.environ.get(AGAINST_VARIABLE) or None
-        checked = VerifiedBackend("inductor", Options(against=against), dynamic=dynamic)
+        checked = VerifiedBackend(Options(against=against, dynamic=dynamic))
         made = original(model, **{**settings, "backend": checked})
         if model is None:
             return lambda model: _compared(made(model), model, checked)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import re
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import BuiltinFunctionType
 from typing import Any, TypeAlias
 
@@ -21,7 +18,6 @@ from torchguard._torch import (
     source_name,
     symbols_in,
 )
-from torchguard.equivalence.copies import span_of
 
 SizesOf: TypeAlias = Callable[[Sequence[Any]], Hashable]
 """Reads the sizes from the inputs of a call."""
@@ -154,25 +150,6 @@ def sizes_of(graph: fx.GraphModule) -> SizesOf | None:
     return lambda inputs: tuple(sizes_in(inputs[place]) for place in places)
 
 
-def shared_inputs(inputs: Sequence[Any]) -> Hashable:
-    """Return which inputs overlap in memory, in pairs, the one that begins first in front."""
-    spans = sorted(
-        (str(value.device), *span_of(value), place)
-        for place, value in enumerate(inputs)
-        if type(value) in _SPANNED and value.layout is torch.strided
-    )
-    found = []
-    for place, (device, _, end, number) in enumerate(spans):
-        for its_device, its_begin, _, its_number in spans[place + 1 :]:
-            if its_device != device or its_begin >= end:
-                break
-            found.append((number, its_number))
-    return tuple(found)
-
-
-_SPANNED = {torch.Tensor, torch.nn.Parameter}
-
-
 def numbers_in(graph: fx.GraphModule, examples: Sequence[Any]) -> list[int]:
     """Return the positions of the inputs that the graph reads as one number, on the CPU.
 
@@ -256,28 +233,3 @@ def _why_not_python_twice(function: Any) -> str | None:
         return None
     name = getattr(function, "__qualname__", repr(function))
     return f"{module}.{name} is a function that Dynamo did not look into"
-
-
-# ---- graphs that may fail ----
-
-
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
-    """Suppress what this thread logs under ``torch``: pages about a graph that fails, and may."""
-    thread = threading.get_ident()
-
-    def from_others(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.name.partition(".")[0] != "torch"
-
-    # A logger's filter does not see what its children log, a handler's does.
-    loggers: list[Any] = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
-    if logging.lastResort is not None:
-        handlers.add(logging.lastResort)
-    for handler in handlers:
-        handler.addFilter(from_others)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(from_others)

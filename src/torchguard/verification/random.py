@@ -122,7 +122,7 @@ class CompiledDraws(SeesEveryOperator):
 
         ``late``: whether what is drawn began in a backward; None: ask autograd.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[Draw] = Counter()
         self._seeds, self._first, self._late = seeds, first, late
         self._seeds_by_state: dict[bytes, torch.Tensor] = {}
@@ -211,7 +211,7 @@ class EagerDraws(SeesEveryOperator):
         dynamic: bool = False,
     ) -> None:
         """``inner`` compiles. ``like``: a run in narrower dtypes, whose numbers are drawn again."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[Draw] = Counter()
         self.problem = ""
         """Why its numbers can't be chosen."""
@@ -230,7 +230,7 @@ class EagerDraws(SeesEveryOperator):
         return super().__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._names.__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

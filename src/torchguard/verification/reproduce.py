@@ -1,17 +1,14 @@
-"""A script that reproduces with torch alone what a graph, or Dynamo, does wrong."""
+"""A script that reproduces with torch alone what a compiled graph does wrong."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
-import inspect
 import os
 import sys
 import tempfile
-import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,6 @@ from torch import fx
 
 from torchguard._torch import is_static_address
 from torchguard.equivalence.copies import bytes_of, tensors_of
-from torchguard.equivalence.isolate import rng_state_restored
-from torchguard.state.walk import names_in
 from torchguard.verification.backend import Inner
 from torchguard.verification.graph import graphs_in, numbers_in, owned_tensors
 from torchguard.verification.report import GraphRecord
@@ -41,9 +36,7 @@ from torch import device, inf, nan
 from torch.utils._pytree import tree_leaves
 
 NoneType = type(None)
-{sources}
-
-KEYWORDS = {keywords!r}
+{source}
 
 
 def inputs():
@@ -58,8 +51,7 @@ def seen(function):
     values = inputs()
     numbered = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
     leaves = [(i, v) for i, v in numbered if v.requires_grad]
-    given = values[: len(values) - len(KEYWORDS)]
-    outputs = tree_leaves(function(*given, **dict(zip(KEYWORDS, values[len(given) :]))))
+    outputs = tree_leaves(function(*values))
     outputs = [torch.tensor(v) if isinstance(v, (int, float)) else v for v in outputs]
     tensors = {{f"output {{i}}": v for i, v in enumerate(outputs)}}
     tensors |= {{f"input {{i}} after the call": v for i, v in numbered}}
@@ -89,8 +81,8 @@ def run(function):
 
 
 with torch.{grad_mode}():
-    eager, eager_shared = run({name})
-    compiled, compiled_shared = run(torch.compile({name}{arguments}))
+    eager, eager_shared = run(graph)
+    compiled, compiled_shared = run(torch.compile(graph{arguments}))
 if len(errors) == 2:
     raise errors[0]  # neither runs here
 wrong = [f"one of the two raises {{error!r}}" for error in errors]
@@ -113,7 +105,7 @@ _WITH_EQUAL_DRAWS = """
 
 import torchguard  # lets eager and compiled code draw the same random numbers
 
-checked = torchguard.verified({alone})({name})
+checked = torchguard.verified({alone})(graph)
 with torch.{grad_mode}():
     checked(*inputs())
 wrong = [line for each in checked.stats().graphs for line in each.differences]
@@ -155,48 +147,14 @@ def reproducer_of(
         if len(graphs_in(graph)) > 1 or any(node.op == "call_module" for node in graph.graph.nodes):
             raise NoScriptError("the graph holds other graphs, or calls a module as a whole")
         arguments = f", {source}" if source else ""
-        return _script(_source_of(graph), "graph", arguments, inputs, record, draws=draws)
+        return _script(_source_of(graph), arguments, inputs, record, draws=draws)
 
-    name = record.function if record.function.isidentifier() else "graph"
-    return _saved(make_text, name, record)
-
-
-def python_reproducer_of(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], record: GraphRecord
-) -> str:
-    """Write a script for a function that Dynamo traces wrong with these arguments.
-
-    Returns where it is, which the record keeps too, or why there is none.
-    """
-
-    def make_text() -> str:
-        inputs, keywords = [*args, *kwargs.values()], tuple(kwargs)
-        for value in inputs:
-            if not isinstance(value, torch.Tensor) and not _is_literal(value):
-                raise NoScriptError(f"an argument is a {type(value).__name__}")
-        sources: dict[str, str] = {}
-        _write(function, sources)
-        name, source = function.__name__, "\n\n\n".join(sources.values())
-        text = _script(source, name, ', backend="eager"', inputs, record, keywords=keywords)
-        scope: dict[str, Any] = {"__name__": "reproducer"}
-        with rng_state_restored():  # the script sets seeds
-            exec(compile(text, "<reproducer>", "exec"), scope)  # noqa: S102 - does it show anything?
-        if not scope["wrong"]:
-            raise NoScriptError(
-                "a script shows no difference: earlier calls matter, or what differs is not a "
-                "tensor or a number"
-            )
-        return text
-
-    return _saved(make_text, getattr(function, "__name__", "function"), record)
-
-
-def _saved(make_text: Callable[[], str], name: str, record: GraphRecord) -> str:
     try:
         text = make_text()
         folder = Path(os.environ.get(FOLDER_VARIABLE) or _temporary_folder())
         folder.mkdir(parents=True, exist_ok=True)
-        record.reproducer = write_script(text, folder / f"{name}.py")
+        name = record.function if record.function.isidentifier() else "graph"
+        record.reproducer = _write(text, folder / f"{name}.py")
     except NoScriptError as reason:
         return f"none: {reason}"
     except Exception as error:  # noqa: BLE001 - a script that fails must not hide what it is about
@@ -204,7 +162,7 @@ def _saved(make_text: Callable[[], str], name: str, record: GraphRecord) -> str:
     return record.reproducer
 
 
-def write_script(text: str, path: Path) -> str:
+def _write(text: str, path: Path) -> str:
     """Write a script, under another name where there is one already; return its path."""
     number, stem = 1, path.stem
     while True:
@@ -223,19 +181,12 @@ def _temporary_folder() -> str:
 
 
 def _script(
-    sources: str,
-    name: str,
-    arguments: str,
-    inputs: Sequence[Any],
-    record: GraphRecord,
-    *,
-    keywords: Sequence[str] = (),
-    draws: bool = False,
+    source: str, arguments: str, inputs: Sequence[Any], record: GraphRecord, *, draws: bool
 ) -> str:
     """Return the text of a script, which gives ``torch.compile`` these arguments.
 
-    Its inputs, the last ones by ``keywords``, have the shapes, strides and sharing that they had.
-    If they are few, they have their values, else random ones.
+    Its inputs have the shapes, strides and sharing that they had. If they are few, they have their
+    values, else random ones.
     """
     double = any(tensor.dtype == torch.float64 for tensor in tensors_of(inputs))
     text = _SCRIPT + (_WITH_EQUAL_DRAWS if draws else _COMPARISON) + _END
@@ -243,10 +194,8 @@ def _script(
         version=torch.__version__,
         # They stand in the docstring of the script, which these would end or escape.
         differences="\n".join(record.differences).replace("\\", "/").replace('"""', "'''"),
-        sources=sources,
-        keywords=tuple(keywords),
+        source=source,
         inputs=_input_lines(inputs),
-        name=name,
         arguments=arguments,
         alone=arguments.removeprefix(", "),
         grad_mode="enable_grad" if torch.is_grad_enabled() else "no_grad",
@@ -279,37 +228,6 @@ def _import_of(name: str, value: Any) -> str:
     if module and getattr(sys.modules.get(module), qualified, None) is value:
         return f"from {module} import {qualified} as {name}"
     raise NoScriptError(f"the graph has {value!r}, which a script can't import")
-
-
-def _write(function: Any, sources: dict[str, str]) -> None:
-    """Write a function of a module, without decorators, behind the globals that it needs."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    if not isinstance(function, types.FunctionType) or not name.isidentifier():
-        raise NoScriptError(f"{name} is not a function of a module")
-    sources[name] = ""
-    for needed in names_in(function.__code__):
-        value = function.__globals__.get(needed, torch)
-        if needed in sources or value is torch:
-            continue
-        if isinstance(value, types.ModuleType):
-            sources[needed] = _import_of(needed, value)
-        elif isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
-            _write(value, sources)
-        elif _is_literal(value):
-            sources[needed] = f"{needed} = {value!r}"
-        else:
-            raise NoScriptError(f"it uses {needed}, which is a {type(value).__name__}")
-    del sources[name]
-    node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    node.decorator_list = []
-    sources[name] = ast.unparse(node)
-
-
-def _is_literal(value: Any) -> bool:
-    try:
-        return bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError):
-        return False
 
 
 # ---- its inputs ----

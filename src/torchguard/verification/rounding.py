@@ -31,7 +31,7 @@ from torchguard.equivalence.isolate import rng_state_restored
 from torchguard.equivalence.outcome import Outcome
 from torchguard.equivalence.perturb import perturb_all
 from torchguard.verification.backend import Compiler
-from torchguard.verification.graph import attribute_of, copy_graph, graphs_in, unlogged
+from torchguard.verification.graph import attribute_of, copy_graph, graphs_in
 
 
 def right_in_double(
@@ -50,14 +50,13 @@ def right_in_double(
     if wide is None or _turns_autocast_off(graph, inputs):
         return False
     try:
-        with unlogged():
-            eager = run_on_copies(wide, inputs, cast=_wider, within=within)
-            if eager.error is not None or eager.backward_error is not None:
-                return False
-            with compiling_outside_dynamo(), rng_state_restored():
-                compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
-            again = run_on_copies(compiled, inputs, cast=_wider, within=within_compiled)
-            return all(each.small for each in judge(eager, again, COMPILING))
+        eager = run_on_copies(wide, inputs, cast=_wider, within=within)
+        if eager.error is not None or eager.backward_error is not None:
+            return False
+        with compiling_outside_dynamo(), rng_state_restored():
+            compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
+        again = run_on_copies(compiled, inputs, cast=_wider, within=within_compiled)
+        return all(each.small for each in judge(eager, again, COMPILING))
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
         return False
 

@@ -22,7 +22,7 @@ from torchguard.equivalence.isolate import (
     rng_state_restored,
     saving_copies,
 )
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, noting, send_backward
 from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS, ThreadModes
@@ -101,26 +101,18 @@ class Reached:
                 change(self.tensors)
             if keeps:
                 scope.enter_context(saving_copies())
-            try:
+            with noting(found, "error"):
                 returned = function(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever it raises is its outcome
-                found.error = error.with_traceback(None)
+            if found.error is not None:
                 return found
             results = dict(_leaves(_walk({"result": returned})))
             tensors = [t for t in (*results.values(), *self.tensors) if isinstance(t, torch.Tensor)]
             ends = {id(each): Output(each) for each in tensors if each.grad_fn is not None}
-            try:
-                names = dict(enumerate(self.names))
-                outputs = list(ends.values())
+            with noting(found, "backward_error"):
+                names, outputs = dict(enumerate(self.names)), list(ends.values())
                 found.gradients = send_backward(
                     outputs, sources, names, retain_graph=True, change=change
                 )
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - likewise
-                found.backward_error = error.with_traceback(None)
             found.results = {path: _copied(leaf) for path, leaf in results.items()}
             now = dict(_leaves(_walk(self._roots)))
             found.state = {

@@ -68,7 +68,12 @@ WEIGHTS = Cost(
     memory="peak {plain_weights.median:.1f} → {checked_weights.median:.1f}× the weights",
 )  # fmt: skip
 WEIGHTS_DROPOUT = replace(WEIGHTS, what="the same, with dropout", id="weights, dropout")
-MANY_LENGTHS = replace(FIRST_CALL, what="the same, sequences of many lengths", id="first-lengths")
+FIRST_DROPOUT = replace(FIRST_CALL, what="the same, with dropout", id="first-transformer, dropout")
+MANY_LENGTHS = replace(
+    FIRST_CALL,
+    what="the first call of a `verified` network, sequences of many lengths",
+    id="first-lengths",
+)
 LATER_CALL = Cost("a later call of `verified`", "verified", "a call after the first")
 ALL_GUARDS, ALL_COMPILED, WORST = (
     Cost(f'{step}, `install("all")`', "end_to_end", "all", time="", ratio=f"{{{of}:times}}")
@@ -96,7 +101,7 @@ RESIZE = (
 PYTHON = Cost(
     'the same, `against="python"`', "verified", 'a call after the first, against="python"'
 )
-VERIFIED = (FIRST_CALL, MANY_LENGTHS, WEIGHTS, WEIGHTS_DROPOUT, LATER_CALL, PYTHON)
+VERIFIED = (FIRST_CALL, FIRST_DROPOUT, MANY_LENGTHS, WEIGHTS, WEIGHTS_DROPOUT, LATER_CALL, PYTHON)
 OLD = "the old file on disk, until the new one is whole"
 TRANSACTION = (
     FUSED,

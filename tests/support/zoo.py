@@ -273,6 +273,8 @@ MORE: tuple[Architecture, ...] = (
     _encoder("distilbert", "DistilBert", dim=16, hidden_dim=32, n_layers=2, n_heads=2),
     _encoder("electra", "Electra"),
     _encoder("albert", "Albert", num_hidden_groups=1, inner_group_num=1),
+    _decoder("gpt-neox", "GPTNeoX"),
+    _decoder("opt", "OPT", ffn_dim=32, word_embed_proj_dim=16),
     Architecture(
         "vit", "vision",
         _made("ViT", "ForImageClassification", _SIZES, image_size=32, patch_size=8, num_labels=2),

@@ -144,28 +144,6 @@ def test_cuda_graphs_are_recorded_and_replayed_after_the_check() -> None:
 # --- the caller sees one run
 
 
-def test_random_numbers_are_those_of_one_run() -> None:
-    """A backend that draws numbers of its own is left unverified."""
-
-    def noisy(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand(4)
-
-    backend = verified_backend("aot_eager")
-    compiled = torch.compile(noisy, backend=backend)
-    torch.manual_seed(0)
-    found = compiled(torch.zeros(4)), torch.rand(1)
-    torch.manual_seed(0)
-    assert torch.equal(found[0], noisy(torch.zeros(4)))
-    assert torch.equal(found[1], torch.rand(1))
-    assert backend.stats().verified == 1
-    torch._dynamo.reset()
-    backend = verified_backend(right)
-    torch.compile(noisy, backend=backend)(torch.zeros(4))
-    assert backend.stats().unverified == 1
-    reason = "it draws random numbers, which planted may draw in its own way"
-    assert backend.stats().graphs[0].reason == reason
-
-
 def test_gradients_are_accumulated_once_and_hooks_called_once() -> None:
     torch.manual_seed(0)
     first = nn.Linear(4, 4)

@@ -24,12 +24,6 @@ IMPORTED_BY = {_COMPOSABLE: GENERATOR.replace(_MODULE, _COMPOSABLE)}
 """By module that takes the generator into its own names, the path there."""
 
 
-def is_checkpoint(target: object) -> bool:
-    """Whether a node of a graph runs a block that the program has checkpointed."""
-    names = "tag_activation_checkpoint", "wrap_activation_checkpoint"
-    return getattr(target, "__name__", "") in names
-
-
 def run_checkpointed(
     block: torch.fx.GraphModule, function: Callable[..., Any], args: Any, options: dict[str, Any]
 ) -> Any:

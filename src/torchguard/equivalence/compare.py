@@ -582,13 +582,6 @@ def _allowed(  # noqa: PLR0917 - one private rule
     return relative * values.abs() + (absolute * scale + of_largest * largest + least + step)
 
 
-def close(part: Part, expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """Return, for each number, whether a compiled result may be what eager's is."""
-    pair, tolerance = _Pair(expected, actual), COMPILING.tolerance(expected.dtype)
-    off, allowed = _distance(part, pair, tolerance, _largest(expected))
-    return off <= allowed
-
-
 def _largest_gradient(outcome: Outcome) -> float:
     """Return the largest finite absolute value in a whole backward."""
     values = [gradient.value for gradient in outcome.gradients.values()]

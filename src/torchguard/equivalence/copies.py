@@ -24,8 +24,8 @@ from torchguard._torch import (
     with_lazy_bits,
     without_torch_function,
 )
-from torchguard.equivalence.isolate import isolated, saving_copies
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, noting, send_backward
+from torchguard.equivalence.isolate import isolated, noting, saving_copies
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.process import autocast_devices
 from torchguard.state.tensors import extent

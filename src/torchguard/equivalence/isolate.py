@@ -46,9 +46,9 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
     These are the RNG states, the ``modules``, grad mode, autocast and its cache of weights. The
     caller's saved-tensors hooks are not called.
     """
-    modes = ThreadModes.capture()
-    try:
-        with module_state_restored(modules), rng_state_restored():
+    with module_state_restored(modules), rng_state_restored():
+        modes = ThreadModes.capture()
+        try:
             # Else a cast that was kept before is taken for a weight that is perturbed here, and one
             # that is kept here for the weight of the caller.
             torch.set_autocast_cache_enabled(False)
@@ -59,8 +59,8 @@ def isolated(modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
                 hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             with hooks:
                 yield
-    finally:
-        modes.restore()
+        finally:
+            modes.restore()
 
 
 def saving_copies() -> contextlib.AbstractContextManager[None]:
@@ -76,6 +76,17 @@ def rng_state_restored() -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+@contextlib.contextmanager
+def noting(run: Any, name: str) -> Iterator[None]:
+    """Keep what the scope raises in the attribute of a run: whatever it raises is its outcome."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as it says
+        setattr(run, name, error.with_traceback(None))
 
 
 # ---- modules ----
@@ -197,10 +208,8 @@ def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
     name = schema.name.removeprefix("aten::")
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if name == "bernoulli_":
-        return args[0].fill_(1)
-    if name == "bernoulli":
-        return torch.ones_like(args[0])
+    if name in {"bernoulli", "bernoulli_"}:
+        return args[0].fill_(1) if name.endswith("_") else torch.ones_like(args[0])
     names = [argument.name for argument in schema.arguments]
     if "dropout_p" in names[: len(args)]:
         place = names.index("dropout_p")

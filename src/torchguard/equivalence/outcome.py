@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,17 +86,6 @@ class Outcome:
     backward_error: Exception | None = None
     """What its backward has raised. If torch only refuses, because what it had saved was written
     afterwards, gradients are there: those of a run that saves copies."""
-
-
-@contextlib.contextmanager
-def noting(run: Any, name: str) -> Iterator[None]:
-    """Keep what the scope raises in the attribute of a run: whatever it raises is its outcome."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as it says
-        setattr(run, name, error.with_traceback(None))
 
 
 # ---- gradients ----

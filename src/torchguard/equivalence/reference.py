@@ -19,7 +19,7 @@ from torch import fx
 from torchguard._events import frame_of_user, is_trial, record
 from torchguard._public import message
 from torchguard._torch import is_kept_whole
-from torchguard._torch.checkpointing import is_checkpoint, run_checkpointed
+from torchguard._torch.checkpointing import run_checkpointed
 from torchguard.equivalence.operands import Overlap, may_write, separated
 from torchguard.errors import OverlapWarning
 
@@ -93,9 +93,15 @@ def reference_of(
     """
     nodes = graph.graph.nodes
     has_writes = copies and any(map(node_may_write, nodes))
-    if not has_writes and not any(is_checkpoint(each.target) for each in nodes):
+    if not has_writes and not any(_is_checkpoint(each.target) for each in nodes):
         return graph.forward
     return lambda *inputs: _Reference(graph, warns, copies).run(*inputs, enable_io_processing=False)
+
+
+def _is_checkpoint(target: object) -> bool:
+    """Whether a node of a graph runs a block that the program has checkpointed."""
+    names = "tag_activation_checkpoint", "wrap_activation_checkpoint"
+    return getattr(target, "__name__", "") in names
 
 
 class _Reference(fx.Interpreter):
@@ -104,7 +110,7 @@ class _Reference(fx.Interpreter):
         self.warns, self.copies = warns, copies
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not is_checkpoint(target):
+        if not _is_checkpoint(target):
             return super().call_function(target, args, kwargs)
         block = reference_of(args[0], warns=self.warns, copies=self.copies)
         if self.copies:  # as compiled code does, whatever the program asks for

@@ -21,6 +21,7 @@ from torchguard.equivalence.reference import reference_of
 from torchguard.verification.graph import (
     copy_graph,
     numbers_in,
+    owned_tensors,
     place_of,
     sizes_of,
     why_not_twice,
@@ -188,7 +189,7 @@ class VerifiedBackend:
         function, place = place_of(traced)
         record = GraphRecord(self.function or function, place, operations, runs=inner.name)
         sizes = sizes_of(traced)
-        numbers = numbers_in(traced, example_inputs)
+        numbers, owned = numbers_in(traced, example_inputs), owned_tensors(traced)
         compiled = inner.compile(graph, example_inputs)
         self.add(record)
         if reason is not None:
@@ -198,9 +199,9 @@ class VerifiedBackend:
         # Here and not above: what a check needs is imported with the first graph.
         from torchguard.verification.check import GraphCheck, checked_calls  # noqa: PLC0415
 
-        draws = inner.draws_like_eager
+        draws, options = inner.draws_like_eager, self.options
         return checked_calls(
-            GraphCheck(traced, inner, self.options, record, compiled, draws, sizes, numbers)
+            GraphCheck(traced, inner, options, record, compiled, draws, sizes, numbers, owned)
         )
 
     def add(self, record: GraphRecord) -> None:

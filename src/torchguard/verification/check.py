@@ -30,7 +30,7 @@ from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.equivalence.reference import reference_of
 from torchguard.errors import MiscompilationError, MiscompilationWarning
 from torchguard.verification.backend import Inner, OnMismatch, Options
-from torchguard.verification.graph import SizesOf, names_of, owned_tensors
+from torchguard.verification.graph import SizesOf, names_of
 from torchguard.verification.random import (
     EQUAL,
     FORWARD_AND_BACKWARD,
@@ -138,6 +138,9 @@ class GraphCheck:
     numbers: Sequence[int]
     """The positions of the floats."""
 
+    owned: Sequence[torch.Tensor]
+    """The tensors that the graph has as attributes, such as an optimizer's parameters."""
+
     _conclusive: bool = True  # the last check could tell: eager did not raise
     _mutates: bool = False  # a check has seen the graph write its inputs
     _settled: bool = False  # nothing is left to check
@@ -151,11 +154,6 @@ class GraphCheck:
         self._seeds = ORDERED
         self._draws: EagerDraws  # of the last run of eager
         self._drawn: CompiledDraws  # of the last run of what is compiled
-
-    @functools.cached_property
-    def owned(self) -> list[torch.Tensor]:
-        """The tensors that the graph has as attributes, such as an optimizer's parameters."""
-        return owned_tensors(self.graph)
 
     @functools.cached_property
     def eager(self) -> Callable[..., Any]:

@@ -135,19 +135,20 @@ class CompiledDraws(SeesEveryOperator):
         number = self._first[not draw.is_seed] + done
         return [self._seeds.of(number + place, late=draw.late) for place in range(count)]
 
+    def _is_late(self) -> bool:
+        return in_backward() if self._late is None else self._late
+
     def seed_generator(self, name: str, device: torch.device) -> None:
         """Choose what the operator draws that eager is about to run."""
-        late = in_backward() if self._late is None else self._late
         # bernoulli_ is bernoulli in compiled code.
-        (seed,) = self._seeds_of(Draw(device, name.rstrip("_"), late), 1)
+        (seed,) = self._seeds_of(Draw(device, name.rstrip("_"), self._is_late()), 1)
         generators()[device].manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.randint.low_out and tuple(args[:2]) == (_LEAST, _MOST):
             out = kwargs["out"]
-            late = in_backward() if self._late is None else self._late
-            seeds = self._seeds_of(Draw(out.device, "seed", late), out.numel())
+            seeds = self._seeds_of(Draw(out.device, "seed", self._is_late()), out.numel())
             return out.copy_(torch.tensor(seeds, dtype=torch.int64).view(out.shape))
         name = operator_name(func)
         if name == "higher_order::run_and_save_rng_state":
@@ -164,8 +165,8 @@ class CompiledDraws(SeesEveryOperator):
             self.seed_generator(schema_of(drawing).name, device_of(args, kwargs))
             return func(drawing, *args, **kwargs)
         count, device = args[0], torch.device(args[1])
-        late = in_backward() if self._late is None else self._late
-        seeds = torch.tensor(self._seeds_of(Draw(device, "seed", late), count), device=device)
+        chosen = self._seeds_of(Draw(device, "seed", self._is_late()), count)
+        seeds = torch.tensor(chosen, device=device)
         state = generators()[device].manual_seed(len(self._seeds_by_state)).get_state()
         self._seeds_by_state[_key(state)] = seeds
         return state, seeds.clone()

@@ -19,10 +19,11 @@ from torchguard._torch.eager import members_of
 from torchguard.equivalence.compare import PYTHON, Difference, judge
 from torchguard.equivalence.isolate import (
     module_state_restored,
+    noting,
     rng_state_restored,
     saving_copies,
 )
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, noting, send_backward
+from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS, ThreadModes

@@ -86,7 +86,7 @@ def noting(run: Any, name: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - as it says
-        setattr(run, name, error.with_traceback(None))
+        vars(run)[name] = error.with_traceback(None)
 
 
 # ---- modules ----

@@ -55,29 +55,32 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def why_not_copied(values: Sequence[Any], cast: Cast | None = None) -> str | None:
+def why_not_copied(
+    values: Sequence[Any], cast: Cast | None = None, names: Sequence[str] | None = None
+) -> str | None:
     """Return which input can't be copied with all that belongs to it, and why; None if all can."""
+    names = names or [f"input {position}" for position in range(len(values))]
     dtypes: dict[_Key, torch.dtype] = {}
-    for position, value in enumerate(values):
+    for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.Tensor):
             continue
         kind = _unusual(value)
         if kind is not None:
-            return f"input {position} is {kind}"
+            return f"{name} is {kind}"
         base = base_of(value)
         if value.requires_grad and base is not None and not _is_view_of(value, base):
-            return f"input {position} is a differentiable view of another dtype"
+            return f"{name} is a differentiable view of another dtype"
         if cast is not None:
             first = dtypes.setdefault(_key(value), value.dtype)
             if first != value.dtype and (cast(first) != first or cast(value.dtype) != value.dtype):
-                return f"input {position} shares a storage with one of another dtype"
+                return f"{name} shares a storage with one of another dtype"
     # AOTAutograd takes these to lie apart.
     if _overlap(values):
         return "inputs overlap and have no common storage"
     # After the tensors: the class of a nested tensor is a better reason than its symbolic integers.
-    for position, value in enumerate(values):
+    for name, value in zip(names, values, strict=True):
         if not isinstance(value, (torch.Tensor, *_NUMBERS)):
-            return f"input {position} is of type {type(value).__name__}, not a tensor or a number"
+            return f"{name} is of type {type(value).__name__}, not a tensor or a number"
     return None
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 import time
 from collections import Counter
@@ -48,12 +47,7 @@ from torchguard.verification.report import (
     say_unverified,
 )
 from torchguard.verification.reproduce import reproducer_of
-from torchguard.verification.rounding import (
-    exact,
-    perturbed_runs,
-    policy_of,
-    right_in_double,
-)
+from torchguard.verification.rounding import exact, perturbed_runs, policy_of, right_in_double
 
 
 class UnverifiedError(Exception):
@@ -83,13 +77,10 @@ def require_comparable(
     tensors: Sequence[Any], max_bytes: int | None, names: Sequence[str] | None = None
 ) -> None:
     """Raise an :class:`UnverifiedError` if these can't be copied, or have too many bytes."""
-    reason = why_not_copied(tensors)
+    reason = why_not_copied(tensors, names=names)
     if reason is None and max_bytes is not None and (size := bytes_of(tensors)) > max_bytes:
         reason = f"it has {size:,} bytes of tensors, max_bytes is {max_bytes:,}"
     if reason is not None:
-        numbered = None if names is None else re.match(r"input (\d+)", reason)
-        if names is not None and numbered is not None:
-            reason = names[int(numbered[1])] + reason[numbered.end() :]
         raise UnverifiedError(reason)
 
 

@@ -15,11 +15,7 @@ import torch
 from torch import fx
 
 from torchguard._torch import compiling_outside_dynamo, enters_autocast
-from torchguard.equivalence.compare import (
-    COMPILING,
-    Policy,
-    judge,
-)
+from torchguard.equivalence.compare import COMPILING, Policy, judge
 from torchguard.equivalence.copies import (
     copy_inputs,
     run_on_copies,
@@ -98,10 +94,8 @@ def policy_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> Policy:
         return COMPILING
     devices = {tensor.device.type for tensor in tensors_of(inputs)}
     narrow = {torch.get_autocast_dtype(each) for each in devices if torch.is_autocast_enabled(each)}
-    for part in graphs_in(graph):
-        for node in part.graph.nodes:
-            if enters_autocast(node) and node.args[2]:  # device, dtype, enabled
-                narrow.add(node.args[1] or torch.get_autocast_dtype(node.args[0]))
+    regions = _autocast_regions(graph)
+    narrow |= {dtype or torch.get_autocast_dtype(device) for device, dtype, on in regions if on}
     return replace(COMPILING, autocast=frozenset(narrow)) if narrow else COMPILING
 
 
@@ -221,11 +215,12 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _turns_autocast_off(graph: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether a graph computes some of its operations under autocast, and others not."""
-    regions = {
-        bool(node.args[2])  # device, dtype, enabled
-        for part in graphs_in(graph)
-        for node in part.graph.nodes
-        if enters_autocast(node)
-    }
+    regions = {bool(on) for _, _, on in _autocast_regions(graph)}
     devices = {tensor.device.type for tensor in tensors_of(inputs)}
     return False in regions and (True in regions or any(map(torch.is_autocast_enabled, devices)))
+
+
+def _autocast_regions(graph: fx.GraphModule) -> list[Any]:
+    """Return device, dtype or None, and whether it is on, of each region of a graph."""
+    nodes = [node for part in graphs_in(graph) for node in part.graph.nodes]
+    return [node.args[:3] for node in nodes if enters_autocast(node)]

@@ -189,17 +189,18 @@ def test_an_attribute_that_each_run_computes_anew_is_not_named(norm: Any) -> Non
 
 
 def test_two_blocks_that_share_a_module_do_not_run_again_at_once() -> None:
-    shared, others = nn.Linear(1, 1), [nn.Linear(1, 1) for _ in range(2)]
+    # Each block meets a module of its own before the shared one.
+    ahead, before, shared = (nn.Linear(1, 1) for _ in range(3))
     inside, go_on, second = threading.Event(), threading.Event(), threading.Event()
 
     def one(x: torch.Tensor) -> torch.Tensor:
         inside.set()
         assert go_on.wait(60)
-        return shared(others[0](x))  # type: ignore[no-any-return]
+        return shared(ahead(x))  # type: ignore[no-any-return]
 
     def other(x: torch.Tensor) -> torch.Tensor:
         second.set()
-        return others[1](shared(x))  # type: ignore[no-any-return]
+        return shared(before(x))  # type: ignore[no-any-return]
 
     blocks = [recompute.Checkpointed(each, (), keeps_random=False) for each in (one, other)]
     with ThreadPoolExecutor(2) as pool:

@@ -415,9 +415,8 @@ def _alone_with(modules: list[nn.Module]) -> Iterator[None]:
     with _lock:
         locks = [_locks.setdefault(each, threading.RLock()) for each in modules]
     with contextlib.ExitStack() as stack:
-        for lock in sorted(locks, key=id) or [
-            _without_modules
-        ]:  # in one order: none waits for ever
+        # In one order, so that no thread waits for ever.
+        for lock in sorted(locks, key=id) or [_without_modules]:
             stack.enter_context(lock)
         yield
 

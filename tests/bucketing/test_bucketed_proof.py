@@ -378,6 +378,20 @@ class TestWaste:
         wrapped(x, mask)
         assert wrapped.stats().waste == pytest.approx(16 / 8 - 1)
 
+    def test_of_each_axis_and_of_what_arrives_padded(self) -> None:
+        dims: Any = {name: {0: "batch", 1: "t"} for name in ("x", "mask")}
+        wrapped = bucketed(mean, dims=dims, buckets=[4, 8], mask={"mask": ("t", "real")})
+        x, mask = torch.randn(3, 5, 3), torch.ones(3, 5)
+        mask[2, 1:] = 0  # 11 of 15 are real: a row that fills the batch up
+        wrapped(x, mask)
+        stats = wrapped.stats()
+        assert stats.waste == pytest.approx(32 / 11 - 1)
+        assert stats.waste_by_axis == pytest.approx({"batch": 4 / 3 - 1, "t": 8 / 5 - 1})
+        assert stats.waste_given == pytest.approx(15 / 11 - 1)
+        alone = "waste of each alone: batch 33.3 %, t 60.0 %, as passed 36.4 %"
+        assert alone in str(stats)
+        assert alone in stats._repr_html_()
+
     @pytest.mark.cuda
     def test_nothing_waits_for_an_accelerator(self) -> None:
         wrapped = in_time(mean, dims=DIMS, mask="mask", check_padding="never")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,10 @@ class BucketedStats:
     seen: dict[Any, int] = field(default_factory=dict)
     """How often each size was called, as ``Buckets.fit`` takes it; with several axes each tuple of
     sizes."""
+    waste_by_axis: dict[str, float] = field(default_factory=dict)
+    """What the waste would be if only this axis was padded to its buckets."""
+    waste_given: float = 0.0
+    """The waste of the calls as they arrived: shorter sequences and rows that fill a batch up."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as what JSON can hold."""
@@ -71,6 +76,10 @@ class BucketedStats:
         ]
         for sizes, count in sorted(self.hits.items()):
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
+        if self.waste_given or sum(map(bool, self.waste_by_axis.values())) > 1:
+            parts = [f"{axis} {100 * waste:.1f} %" for axis, waste in self.waste_by_axis.items()]
+            parts += [f"as passed {100 * self.waste_given:.1f} %"] if self.waste_given else []
+            lines.append(f"waste of each alone: {', '.join(parts)}")
         if self.proven:
             shown = ", ".join("x".join(map(str, sizes)) for sizes in self.proven)
             lines.append(f"padding is proven for {shown}")
@@ -122,7 +131,7 @@ class Counts:
         with self._lock:
             return {each.bucket for each in self._tallies.values()}
 
-    def stats(self, **known: Any) -> BucketedStats:
+    def stats(self, axes: tuple[str, ...], **known: Any) -> BucketedStats:
         """Return what was counted, with the other fields of a ``BucketedStats``."""
         with self._lock:
             tallies = {sizes: replace(each) for sizes, each in self._tallies.items()}
@@ -134,10 +143,21 @@ class Counts:
             for each in tallies.values()
         )
         padded = sum(each.padded for each in tallies.values())
+        given, alone = 0.0, [0.0] * len(axes)
+        for sizes, each in tallies.items():
+            rows = each.padded / math.prod(each.bucket)
+            given += rows * math.prod(sizes)
+            for axis, bucket in enumerate(each.bucket):
+                alone[axis] += rows * math.prod((*sizes[:axis], bucket, *sizes[axis + 1 :]))
         return BucketedStats(
+            axes=axes,
             calls=sum(hits.values()),
             hits=dict(sorted(hits.items())),
             waste=padded / real - 1 if real else 0.0,
+            waste_by_axis={
+                a: c / given - 1 if given else 0.0 for a, c in zip(axes, alone, strict=True)
+            },
+            waste_given=given / real - 1 if real else 0.0,
             seen={s[0] if len(s) == 1 else s: each.calls for s, each in tallies.items()},
             **known,
         )

@@ -314,3 +314,44 @@ def test_the_mixin_goes_before_another_trainer(tmp_path: Path) -> None:
     seen = full_above(model, rows=2)
     Own(model, arguments(tmp_path), train_dataset=data()).train()
     assert set(seen[1:]) == {1, 2} or set(seen[1:]) == {2}
+
+
+class OwnStep:
+    """A ``training_step`` of one's own, in which memory runs out once."""
+
+    calls = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+
+class PlainOwnStep(OwnStep, transformers.Trainer):  # type: ignore[misc,name-defined]
+    """It, in a trainer that is not retried."""
+
+
+class RetryOwnStep(RetryMixin, PlainOwnStep):
+    """The order that the page tells."""
+
+
+class OwnStepOutside(OwnStep, RetryTrainer):
+    """The other order: the mixin never sees the exception."""
+
+
+def test_a_training_step_of_your_own_is_run_again_behind_the_mixin(tmp_path: Path) -> None:
+    inside = RetryOwnStep(gpt2(), arguments(tmp_path), train_dataset=data())
+    inside.train()
+    assert inside.state.global_step == 4
+    outside = OwnStepOutside(gpt2(), arguments(tmp_path), train_dataset=data())
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        outside.train()
+    assert "memory ran out in OwnStep.training_step" in str(error.value.__notes__)
+    # One that fails inside of the mixin has been run again: one row does not fit.
+    single = OwnStepOutside(gpt2(), arguments(tmp_path), train_dataset=data())
+    full_above(single.model, 0)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        single.train()
+    assert "YourTrainer" not in str(getattr(error.value, "__notes__", ""))

@@ -149,25 +149,32 @@ def test_accelerate_accumulates_as_if_nothing_had_failed(
     assert retried.step.stats().commits == right.step.stats().commits == 12
 
 
-@pytest.mark.parametrize("failing", [None, 1, 2])
-def test_accelerate_as_the_page_shows_it(failing: int | None) -> None:
+@pytest.mark.parametrize(("fits", "failures"), [(8, 0), (4, 6), (2, 12), (1, 3)])
+def test_accelerate_as_the_page_shows_it(fits: int, failures: int) -> None:
     pytest.importorskip("accelerate")
     code = next(each.code for each in blocks(PAGE.read_text("utf-8")) if each.kind == "accumulate")
-    calls = itertools.count()
 
     class Model(nn.Linear):
+        rows = 0
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if next(calls) == failing:
+            if len(x) > fits:
                 raise torch.OutOfMemoryError("out of memory")
+            self.rows += len(x)
             return super().forward(x)
 
-    names = {"torch": torch, "torchguard": torchguard, "model": Model(4, 2)}
+    model = Model(4, 2)
+    names: Any = {"torch": torch, "torchguard": torchguard, "model": model}
     names["batches"] = torch.randn(6, 8, 4)
-    exec(code, names)  # noqa: S102  a block of the page
-    step: Any = names["step"]
-    assert step.stats().commits == 3
-    assert step.stats().rollbacks == ({} if failing is None else {"OutOfMemoryError": 1})
-    assert names["accelerator"].step == 6  # type: ignore[attr-defined]
+    # A micro-batch of which no piece fits is an error, and is not left out.
+    error = contextlib.nullcontext() if fits > 1 else pytest.raises(torch.OutOfMemoryError)
+    with error:
+        exec(code, names)  # noqa: S102  a block of the page
+    step = names["step"]
+    assert step.stats().commits == (3 if fits > 1 else 0)
+    assert step.stats().rollbacks == ({"OutOfMemoryError": failures} if failures else {})
+    assert names["accelerator"].step == (6 if fits > 1 else 0)
+    assert model.rows == (48 if fits > 1 else 0)  # each row once
 
 
 def test_accelerate_saves_where_it_stands_in_an_accumulation() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import math
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class RetryMixin:
       left. The micro-batches after it begin with that size. Gradients of earlier micro-batches
       stay. The loss of each part is weighted so that the gradient is that of the whole micro-batch,
       up to rounding: where the loss is a mean, by the share of the labels that are not -100, or of
-      the rows if there are no labels. Statistics over the batch (BatchNorm) are those of the parts.
+      the rows if there are no labels. Dropout and BatchNorm see each part on its own.
     - After any other exception, Ctrl-C included, the step is rolled back, and a checkpoint of the
       last complete step is written, unless ``save_strategy="no"``. Then the exception is raised.
 
@@ -164,6 +165,7 @@ class RetryMixin:
         except UnrecoverableStepError:
             raise
         except BaseException as error:
+            self._name_override(error)
             self._save_last_step(error)
             raise
         finally:
@@ -306,6 +308,20 @@ class RetryMixin:
             del accelerator.backward
 
     # ---- after an exception ----
+
+    def _name_override(self, error: BaseException) -> None:
+        """Say why memory that ran out in an override of ``training_step`` was not run again."""
+        outer: Any = type(self).training_step
+        frames = traceback.walk_tb(error.__traceback__)
+        codes = {frame.f_code for frame, _ in frames} if is_out_of_memory(error) else set()
+        is_ours = RetryMixin.training_step.__code__ in codes
+        if getattr(outer, "__code__", None) in codes and not is_ours:
+            add_note(
+                error,
+                f"torchguard: memory ran out in {outer.__qualname__}, and only what its super() "
+                "runs is run again: derive its class from Trainer, and put the mixin before it, "
+                "class Retried(RetryMixin, YourTrainer)",
+            )
 
     @property
     def _arguments(self) -> TrainingArguments:

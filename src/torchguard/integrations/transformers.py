@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import re
 import traceback
@@ -158,7 +159,7 @@ class RetryMixin:
         """Train; after an exception leave a checkpoint of the last complete step."""
         trainer: Any = super()
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_complete(Path(str(self._arguments.output_dir))) or True
+            resume_from_checkpoint = _newest_complete(Path(str(self._arguments.output_dir)))
         try:
             with self._open:
                 return trainer.train(resume_from_checkpoint, *args, **kwargs)
@@ -399,27 +400,35 @@ class _Blocks(TrainerCallback):
         self._trainer._end_step()
 
 
-def _newest_complete(folder: Path) -> str | None:
-    """Return the newest checkpoint that is complete, or None if there is no checkpoint at all."""
+def _newest_complete(folder: Path) -> str | bool:
+    """Return the newest checkpoint that is complete.
+
+    True if there is no checkpoint at all, and False if a kill has ended the first save.
+    """
     found = {
         int(match[1]): each
         for each in (folder.iterdir() if folder.is_dir() else ())
         if (match := re.fullmatch(r"checkpoint-(\d+)", each.name)) and each.is_dir()
     }
     faults: list[str] = []
+    was_complete = False
     for number in sorted(found, reverse=True):
         check = _check(found[number])
-        if check is not None and check:
-            for fault in faults:
-                logger.warning(message("checkpoint-left-out", f"RetryTrainer: left out {fault}"))
-            return str(found[number])
+        if check:
+            newest: str | bool = str(found[number])
+            break
+        was_complete |= check is not None
         faults.append(str(found[number] if check is None else check))
-    if faults:
-        raise ValueError(
-            f"resume_from_checkpoint: no checkpoint in {folder} is complete: {'; '.join(faults)}; "
-            "pass resume_from_checkpoint=False to begin again"
-        )
-    return None
+    else:
+        if was_complete:
+            raise ValueError(
+                f"resume_from_checkpoint: no checkpoint in {folder} is complete: "
+                f"{'; '.join(faults)}; pass resume_from_checkpoint=False to begin again"
+            )
+        newest = not faults
+    for fault in faults:
+        logger.warning(message("checkpoint-left-out", f"RetryTrainer: left out {fault}"))
+    return newest
 
 
 def _is_complete(folder: Path) -> bool:
@@ -428,8 +437,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _check(folder: Path) -> CheckpointCheck | None:
-    """Check a checkpoint; None if the file that Trainer writes last is missing."""
+    """Check a checkpoint; None if the file that Trainer writes last is missing or cut off."""
     # https://github.com/huggingface/transformers/blob/main/src/transformers/trainer.py
-    if not (folder / "trainer_state.json").is_file():
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return torchguard.verify_checkpoint(folder)

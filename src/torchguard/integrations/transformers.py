@@ -123,7 +123,8 @@ class RetryMixin:
 
     Raises:
         TypeError: the inputs can't be split (the message names what), or the model is sharded.
-        ValueError: ``resume_from_checkpoint=True``, and no checkpoint is complete.
+        ValueError: ``resume_from_checkpoint=True``, and each checkpoint was damaged after it was
+            written. If a kill has ended the first save, training begins again.
         UnrecoverableStepError: the step could not be rolled back: load a checkpoint.
 
     Cost:

@@ -124,6 +124,13 @@ _CODE = re.compile(
     r"|\b[a-zA-Z]\w*(\.\w+)+|_growth_tracker is None|\b[a-z]+_\w*|\b(rrelu|wrapt|x)\b|(?<= in )out$"
 )
 """What is code in the title and the summary of a defect."""
+_STATEMENT = re.compile(
+    r"`[^`]+`|assert .+(?=\.$)|(?:return |\w+ \+ |\w[\w.]*(?:\[[^\]]*\])? \+?= )*"
+    r"(?:\.?[a-zA-Z_][\w.]*\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)(?:\.\w+\(\))?"
+    r"|(?<== )\w+(?:\.\w+)*|\b\w+=(?:\"[^\"]*\"|\w+)|\b[a-zA-Z]\w*(?:\.\w+)+(?:\[\w+\])?"
+    r"|\b[a-z]*_\w*|\b[A-Z]\w*Error\b)"
+)
+"""What is code in the advice for those who do without torchguard."""
 _CUT = (
     "setStorage: sizes [3], strides [1], storage offset 1, and itemsize 4 requiring a storage size "
     "of 16 are out of bounds for storage of size 0"
@@ -268,11 +275,15 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     if row.limits:
         yield f"- Limits: {row.limits}"
     if row.advice:
-        yield f"- Without torchguard: {row.advice}"
+        yield f"- Without torchguard: {_STATEMENT.sub(_as_code, row.advice)}"
     if row.upstream:
         yield f"- Upstream: {', '.join(map(_link, row.upstream))}"
     yield f"- Try it: `python -m torchguard doctor {row.id}`"
     yield f"\n<details><summary>Reproducer</summary>\n\n```py\n{reproducer(row)}```\n\n</details>\n"
+
+
+def _as_code(found: re.Match[str]) -> str:
+    return found[0] if found[0].startswith("`") else f"`{found[0]}`"
 
 
 def _title(row: Defect) -> str:

@@ -43,7 +43,7 @@ METRICS = {"torchguard/encoder/calls": 3, "torchguard/encoder/waste": 0.5}
 def test_a_flag_is_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_events, "_events", {})  # what other tests have made happen
     names = [each.rpartition("/")[2] for each in Session(buckets=buckets())._metrics()]
-    assert sorted(names) == ["calls", "compile_seconds", "graphs", "waste"]
+    assert sorted(names) == ["calls", "compile_seconds", "graphs", "waste", "waste_given"]
 
 
 @pytest.mark.parametrize("how", ["with buckets", "breaks"])

@@ -87,7 +87,7 @@ def _outcome(case: ET.Element) -> str:
 LEGEND = """\
 Meaning of the cells: `-` the defect is absent, `closed` live and closed by its guards, `detected`
 live, and found by its guards where it has happened, `open` live in spite of its guards,
-`no guard` live, `not run` the machine lacked what the probe needs, `?` no answer."""
+`no guard` live, `needs a GPU` the machine had none, `?` no answer."""
 
 
 def table(results: list[Result]) -> str:
@@ -121,7 +121,7 @@ def _of_tests(result: Result, text: str) -> str:
 def _cell(row: dict[str, Any]) -> str:
     status = row["bare"]["status"]
     if status in {"absent", "not run"}:
-        return "-" if status == "absent" else "not run"
+        return "-" if status == "absent" else "needs a GPU"
     if status in {"broken", "timeout"}:
         return "?"
     if not row["guards"]:

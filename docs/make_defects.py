@@ -265,10 +265,10 @@ def _section(row: Defect, versions: list[str], seen: list[str] | None) -> Iterat
     what = _CODE.sub(r"`\g<0>`", row.summary)
     yield f"{what[0].upper()}{what[1:]}.\n"
     yield f"- You see: {_SEEN.get(row.id, 'no error')}"
-    if seen and set(seen) - {"not run"}:
+    if seen and set(seen) - {"needs a GPU"}:
         yield f"- PyTorch: {_releases(seen, versions, guarded=bool(row.guards))}"
     if row.id in NEED_A_GPU:
-        yield "- Reproducer: not run, because it needs a GPU"
+        yield "- Reproducer: not tried yet, because it needs a GPU"
     does = "Detected, not prevented, by" if row.only_detects else "Guarded by"
     code = f"`{guards_as_code(row.guards)}`".replace(" and ", "` and `")
     yield f"- {does}: " + (code if row.guards else "no guard yet")

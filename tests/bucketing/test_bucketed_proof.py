@@ -388,9 +388,9 @@ class TestWaste:
         assert stats.waste == pytest.approx(32 / 11 - 1)
         assert stats.waste_by_axis == pytest.approx({"batch": 4 / 3 - 1, "t": 8 / 5 - 1})
         assert stats.waste_given == pytest.approx(15 / 11 - 1)
-        alone = "waste of each alone: batch 33.3 %, t 60.0 %, as passed 36.4 %"
-        assert alone in str(stats)
-        assert alone in stats._repr_html_()
+        by_cause = "waste by cause: batch 33.3 %, t 60.0 %, padded before the call 36.4 %"
+        assert by_cause in str(stats)
+        assert by_cause in stats._repr_html_()
 
     @pytest.mark.cuda
     def test_nothing_waits_for_an_accelerator(self) -> None:

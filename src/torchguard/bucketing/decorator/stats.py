@@ -78,8 +78,9 @@ class BucketedStats:
             lines.append(f"{' x '.join(map(str, sizes)):>{width}} {count:>10,}")
         if self.waste_given or sum(map(bool, self.waste_by_axis.values())) > 1:
             parts = [f"{axis} {100 * waste:.1f} %" for axis, waste in self.waste_by_axis.items()]
-            parts += [f"as passed {100 * self.waste_given:.1f} %"] if self.waste_given else []
-            lines.append(f"waste of each alone: {', '.join(parts)}")
+            if self.waste_given:
+                parts.append(f"padded before the call {100 * self.waste_given:.1f} %")
+            lines.append(f"waste by cause: {', '.join(parts)}")
         if self.proven:
             shown = ", ".join("x".join(map(str, sizes)) for sizes in self.proven)
             lines.append(f"padding is proven for {shown}")
@@ -143,21 +144,23 @@ class Counts:
             for each in tallies.values()
         )
         padded = sum(each.padded for each in tallies.values())
-        given, alone = 0.0, [0.0] * len(axes)
-        for sizes, each in tallies.items():
-            rows = each.padded / math.prod(each.bucket)
-            given += rows * math.prod(sizes)
-            for axis, bucket in enumerate(each.bucket):
-                alone[axis] += rows * math.prod((*sizes[:axis], bucket, *sizes[axis + 1 :]))
+        arrived, cells_by_axis = 0.0, dict.fromkeys(axes, 0.0)
+        for sizes, tally in tallies.items():
+            rows = tally.padded / math.prod(tally.bucket)
+            arrived += rows * math.prod(sizes)
+            for place, (axis, bucket) in enumerate(zip(axes, tally.bucket, strict=True)):
+                padded_here = (*sizes[:place], bucket, *sizes[place + 1 :])
+                cells_by_axis[axis] += rows * math.prod(padded_here)
         return BucketedStats(
             axes=axes,
             calls=sum(hits.values()),
             hits=dict(sorted(hits.items())),
             waste=padded / real - 1 if real else 0.0,
             waste_by_axis={
-                a: c / given - 1 if given else 0.0 for a, c in zip(axes, alone, strict=True)
+                axis: cells / arrived - 1 if arrived else 0.0
+                for axis, cells in cells_by_axis.items()
             },
-            waste_given=given / real - 1 if real else 0.0,
+            waste_given=arrived / real - 1 if real else 0.0,
             seen={s[0] if len(s) == 1 else s: each.calls for s, each in tallies.items()},
             **known,
         )

@@ -107,6 +107,8 @@ def _is_python(arguments: list[str]) -> bool:
         return bool(_help(command)) and all(option in _help(command) for option in options)
     if arguments[0] != "-m":
         return (ROOT / arguments[0]).is_file()
+    if arguments[1] == "pytest":
+        return arguments[2:4] == ["-m", "cuda"] and (ROOT / arguments[4]).is_dir()
     module = ROOT / arguments[1].replace(".", "/")
     return module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
 
@@ -126,6 +128,8 @@ COMMANDS: dict[str, Callable[[list[str]], bool]] = {
 
 def _exists(line: str) -> bool:
     program, *arguments = shlex.split(line, comments=True)
+    if program == "PYTHONPATH=src:tests":  # for one command
+        program, *arguments = arguments
     return program in COMMANDS and COMMANDS[program](arguments)
 
 

@@ -28,7 +28,7 @@ PAGE = {
 }
 
 BEGIN = """
-import contextlib, json, os, signal, sys, traceback
+import contextlib, json, os, shutil, signal, sys, traceback
 from pathlib import Path
 
 import torch
@@ -45,13 +45,19 @@ def here(what, at, number=signal.SIGKILL):
     if place == what and calls[what] == at:
         signal.raise_signal(number)
 
-def saving(state, path, *args, save=torch.save, **kwargs):
-    if place == "save" and isinstance(path, (str, os.PathLike)):
-        Path(path).write_bytes(b"PK")  # the beginning of a file
-    here("save", 1)
-    return save(state, path, *args, **kwargs)
+def killed_in(write, place_of_path):
+    "Wrap what writes a file: it writes two bytes of it, then the kill comes."
+    def written(*args, **kwargs):
+        path = args[place_of_path]
+        if place == "save" and isinstance(path, (str, os.PathLike)):
+            Path(path).write_bytes(b"PK")
+            here("save", 1)
+        return write(*args, **kwargs)
+    return written
 
-torch.save = saving
+torch.save = killed_in(torch.save, 1)
+# Lightning's files are moved to their place: copied, if that is on another file system.
+shutil.move = killed_in(shutil.move, 1)
 
 def logged(step, loss):
     with Path(folder, "losses").open("a") as file:
@@ -131,8 +137,8 @@ class Net(RetryMixin, lightning.LightningModule):
 
 exec(page["lightning"])
 
-def train():
-    torchguard.install("save", "load")
+def train(*guards):
+    torchguard.install(*(guards or ("save", "load")))
     newest = folder / "run" / "last.ckpt"
     checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
         newest.parent, filename="last", enable_version_counter=False
@@ -144,7 +150,7 @@ def train():
     loader = torch.utils.data.DataLoader(rows[:32], batch_size=4, shuffle=True)
     trainer.fit(Net(), loader, ckpt_path=newest if newest.exists() else None)
 
-PLAIN = None  # it writes into memory first, where the kill comes
+PLAIN = "resize"  # any guard but those of files
 """
 
 END = """
@@ -169,9 +175,9 @@ for kill, ends in {"save": -9, "forward": -9, "interrupted forward": 1}.items():
     assert status("killed", kill) == ends, kill
 assert status("killed", "save") == -9
 assert status("killed", "") == 0
-if PLAIN is not None:  # without the guard the first kill is the end
-    assert status("plain", "save", PLAIN) == -9
-    assert status("plain", "", PLAIN) == 1
+# Without the guard the first kill is the end.
+assert status("plain", "save", PLAIN) == -9
+assert status("plain", "", PLAIN) == 1
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,25 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # --- layouts that are made of other tensors: whoever takes a snapshot takes one of their parts
 
 
-def _coo_that_cant_grow() -> torch.Tensor:
-    values = torch.from_numpy(np.arange(4.0).reshape(2, 2))
-    return torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (3, 2), is_coalesced=True)
-
-
-def _csr_that_cant_grow() -> torch.Tensor:
-    pointers = torch.from_numpy(np.array([0, 1, 2]))
-    return torch.sparse_csr_tensor(pointers, torch.tensor([0, 1]), torch.ones(2), (2, 2))
-
-
-def _other_coo() -> torch.Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.ones(3, 9), (9, 9))
-
-
-def _larger_csr() -> torch.Tensor:
-    rows = torch.zeros(10, dtype=torch.int64)
-    return torch.sparse_csr_tensor(rows, torch.empty(0), torch.empty(0), (9, 9))
-
-
 class Replacing(Wrapper):
     """A wrapper whose operators that write give it another tensor in place of the one it holds."""
 
@@ -57,12 +37,6 @@ class Replacing(Wrapper):
 
 
 FAILING: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]] = {
-    "COO sparse_resize_": (_coo_that_cant_grow, lambda t: t.sparse_resize_((5, 7), 1, 1)),
-    "COO copy_": (_coo_that_cant_grow, lambda t: t.copy_(_other_coo())),
-    "COO resize_as_sparse_": (_coo_that_cant_grow, lambda t: t.resize_as_sparse_(_other_coo())),
-    "CSR resize_as_sparse_": (_csr_that_cant_grow, lambda t: t.resize_as_sparse_(_larger_csr())),
-    "CSR resize_as_": (_csr_that_cant_grow, lambda t: t.resize_as_(_larger_csr())),
-    "CSR resize_": (_csr_that_cant_grow, lambda t: t.resize_(9, 9)),
     "a wrapper that replaces": (lambda: Replacing(plain()), lambda t: t.add_(1)),
 }
 CALLERS: dict[str, Callable[[torch.Tensor], AbstractContextManager[Any]]] = {
@@ -99,23 +73,23 @@ def test_no_caller_forgets_a_layout(failing: str, caller: str) -> None:
     assert differences(before, after) == {}
 
 
-def test_a_snapshot_of_a_sparse_tensor_can_be_restored_again_and_again() -> None:
+def test_the_elements_of_a_sparse_tensor_can_be_restored_again_and_again() -> None:
+    """For loads and isolated runs; what a program passes to rollback_on_error is refused."""
     for kind in (kind for kind in kinds.SPECIAL if kind.name.startswith("sparse")):
         tensor = kind.make()
-        before = state(tensor)
+        before, version = tensor.to_dense().tolist(), tensor._version
         saved = capture(tensor, data=True)
         for change in (torch.Tensor.zero_, torch.Tensor.zero_, lambda t: t.mul_(3)):
             change(tensor)
-            assert differences(before, state(tensor)), kind.name
+            assert tensor._version != version
             saved.restore()
-            assert differences(before, state(tensor)) == {}, kind.name
+            assert (tensor.to_dense().tolist(), tensor._version) == (before, version), kind.name
 
 
-@pytest.mark.parametrize("convert", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
-def test_the_version_comes_back_with_the_data_of_every_layout(convert: str) -> None:
-    if convert == "to_mkldnn" and not torch.backends.mkldnn.is_available():
+def test_the_version_comes_back_with_the_data_of_an_opaque_layout() -> None:
+    if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is built without mkldnn")
-    tensor = getattr(torch.eye(3), convert)()
+    tensor = torch.eye(3).to_mkldnn()
     version = tensor._version
     with pytest.raises(ZeroDivisionError), rollback_on_error(tensor, data=True):
         tensor.zero_()

@@ -49,9 +49,51 @@ def test_what_cannot_be_undone_or_understood_is_refused() -> None:
     refused(ValueError, "undo is 'some'", model, optimizer, undo="some")
     match = "skip_nonfinite=True with a GradScaler"
     refused(ValueError, match, model, optimizer, scaler, skip_nonfinite=True)
+    holding, item = nn.Linear(2, 1), torch.eye(2).to_sparse()
+    holding.register_buffer("adjacency", item.to_sparse_csr())
+    match = r"adjacency is a sparse tensor \(torch.sparse_csr\).*to_dense\(\).*plain attribute"
+    refused(TypeError, match, nn.Sequential(model, holding), optimizer)
+    refused(TypeError, match, model, optimizer, also=holding)
+    refused(TypeError, "a tensor of also= is a sparse", model, optimizer, also=item)
     in_backward = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
     in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     refused(TypeError, "weight inside backward", model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [torch.optim.SparseAdam, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)],
+)
+def test_sparse_gradients_are_restored_where_a_block_finds_some(made_by: Any) -> None:
+    """Of ``nn.Embedding(sparse=True)``; SGD keeps a sparse momentum too."""
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = made_by(table.parameters())
+    step = torchguard.transaction(table, optimizer)
+
+    def backward(*rows: int) -> None:
+        table(torch.tensor(rows)).sum().backward()
+
+    def state() -> list[Any]:
+        kept = [v for v in optimizer.state[table.weight].values() if isinstance(v, torch.Tensor)]
+        return [each.detach().to_dense().tolist() for each in (table.weight, *kept)]
+
+    with step:
+        backward(0, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    with step:
+        backward(0, 3, 3)
+    accumulated, before = cast("Any", table.weight.grad).to_dense().tolist(), state()
+    for with_step in (False, True):
+        with pytest.raises(ZeroDivisionError), step:
+            backward(1, 4)
+            cast("Any", table.weight.grad).mul_(2)
+            if with_step:
+                optimizer.register_step_post_hook(lambda *_: 1 / 0)
+                optimizer.step()
+            raise ZeroDivisionError
+        assert cast("Any", table.weight.grad).to_dense().tolist() == accumulated
+        assert state() == before
 
 
 @pytest.mark.filterwarnings("ignore::torchguard.errors.TrainingSetupWarning")

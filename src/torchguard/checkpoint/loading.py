@@ -21,7 +21,7 @@ from torchguard.checkpoint.names import hint_for, warn_if_none_fits
 from torchguard.checkpoint.ties import named_tensors, require_one_value, tie_again, ties_of
 from torchguard.equivalence.operands import are_apart
 from torchguard.errors import DamagedFileError
-from torchguard.rollback.on_error import rollback_on_error
+from torchguard.rollback.on_error import Rollback
 from torchguard.state.containers import Containers
 from torchguard.state.optimizer_state import load_optimizer
 from torchguard.state.process import DeferredSignals, roll_back
@@ -383,7 +383,7 @@ def _rolled_back_on_error(module: torch.nn.Module, state: Mapping[str, Any]) -> 
             parameter.requires_grad_(requires_grad)
 
     try:
-        with rollback_on_error(list(tensors.values()), data=True):
+        with Rollback((list(tensors.values()),), data=True):
             yield
     except BaseException:
         roll_back(restore)

@@ -109,12 +109,7 @@ _RESIZE: patch.Replacements = {
     "torch.resize_as_": guard_resize_as_,
     # The other ways to change a shape that leave a corrupt tensor behind when they fail.
     **dict.fromkeys(
-        (
-            *("torch.Tensor.resize_as_sparse_", "torch.resize_as_sparse_"),
-            *("torch.Tensor.as_strided_", "torch.as_strided_", "torch.Tensor.addbmm_"),
-            *("torch.Tensor.sparse_resize_", "torch.Tensor.sparse_resize_and_clear_"),
-        ),
-        guard_metadata,
+        ("torch.Tensor.as_strided_", "torch.as_strided_", "torch.Tensor.addbmm_"), guard_metadata
     ),
 }
 

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 
 from torchguard._public import public
-from torchguard._torch import without_torch_function
+from torchguard._torch import coo_parts, inner_tensors, without_torch_function
 from torchguard.errors import InconsistentTensorError
-from torchguard.state.tensors import (
-    bytes_needed,
-    parts_of,
-    read_stride_and_offset,
-)
+from torchguard.state.tensors import bytes_needed, read_stride_and_offset
 from torchguard.state.walk import require_container, tensors_in
 
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements in one byte
 
 
@@ -75,12 +77,23 @@ def check_consistent(obj: object) -> None:
 
 def _fault(tensor: torch.Tensor) -> str | None:
     """Say what is wrong with a tensor, or None."""
-    for name, part in parts_of(tensor):
+    for name, part in _parts_of(tensor):
         fault = _fault(part)
         if fault is not None:
             return f"{name} has {fault}"
     is_made_of_others = tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__")
     return None if is_made_of_others else _strided_fault(tensor)
+
+
+def _parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that another tensor is made of, each with how Python reaches it."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [(f".{name}", part) for name, part in inner_tensors(tensor)]
+    if tensor.layout is torch.sparse_coo:
+        indices, values = coo_parts(tensor)
+        return [("._indices()", indices), ("._values()", values)]
+    names = _COMPRESSED.get(tensor.layout, ())
+    return [(f".{name}()", getattr(tensor, name)()) for name in names]
 
 
 def _strided_fault(tensor: torch.Tensor) -> str | None:

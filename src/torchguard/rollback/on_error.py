@@ -12,7 +12,13 @@ from torchguard._events import record
 from torchguard._public import called, public
 from torchguard._torch import version_of, without_torch_function
 from torchguard.state.process import roll_back, wait_for
-from torchguard.state.tensors import Gradients, Snapshot, capture, warn_if_refused
+from torchguard.state.tensors import (
+    Gradients,
+    Snapshot,
+    capture,
+    refuse_sparse,
+    warn_if_refused,
+)
 from torchguard.state.walk import require_container, tensors_in
 
 _NO_DECORATOR = (
@@ -80,12 +86,12 @@ def rollback_on_error(
     training step use :func:`transaction`, which restores more than tensors and copies less.
 
     Args:
-        *objects: tensors of any kind and shape, modules, optimizers, and dicts, lists, tuples or
+        *objects: tensors of any shape, not sparse, modules, optimizers, and dicts, lists, tuples or
             data classes of these.
         data: copy the elements on entry and restore them on failure.
 
     Raises:
-        TypeError: there are no ``objects``, or one is none of these.
+        TypeError: there are no ``objects``, one is none of these, or one holds a sparse tensor.
 
     Upstream: https://github.com/pytorch/pytorch/issues/170298
 
@@ -115,4 +121,6 @@ def rollback_on_error(
     for position, each in enumerate(objects):
         if not isinstance(each, torch.Tensor):
             require_container(each, f"rollback_on_error: objects[{position}]")
+        with without_torch_function():
+            refuse_sparse("rollback_on_error", tensors_in(each, f"objects[{position}]", {}))
     return Rollback(objects, data=data)

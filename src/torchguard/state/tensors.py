@@ -2,9 +2,9 @@
 
 :func:`capture` takes a snapshot of one tensor; nothing else reads a tensor's layout in order to
 restore it. A strided tensor is its metadata: size, strides, storage offset, the storage and how
-many bytes that holds. A sparse tensor and a traceable wrapper subclass (DTensor, jagged) are made
-of other tensors, so their snapshot is one of each part. An opaque layout (mkldnn, nested, the
-wrappers of ``torch.func``) has nothing that can be read; only its elements can be copied.
+many bytes that holds. A traceable wrapper subclass (DTensor, jagged) is made of other tensors, so
+its snapshot is one of each part. Of other layouts (sparse, mkldnn, nested, the wrappers of
+``torch.func``) only the elements can be copied.
 
 :class:`Elements`, :class:`Metadata` and :class:`Gradients` are snapshots of many tensors at once.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from torchguard._torch import (
     base_of,
     call_unrecorded,
     call_with_grad,
-    coo_parts,
     has_own_dispatch,
     inner_tensors,
     set_version,
@@ -54,17 +53,10 @@ original_set_ = torch.Tensor.set_
 original_copy_ = torch.Tensor.copy_
 original_resize_as_sparse_ = torch.Tensor.resize_as_sparse_
 
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-_POINTERS = (".crow_indices()", ".ccol_indices()")
-
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 _new = tuple.__new__
-_NO_COPIES = (None, None, None, None)  # assemble, elements, span, autograd
+_NO_COPIES = (None, None, None)  # elements, span, autograd
 
 
 class Snapshot(NamedTuple):
@@ -82,10 +74,7 @@ class Snapshot(NamedTuple):
 
     nbytes: int = 0
     parts: tuple[tuple[str, Snapshot], ...] = ()
-    """The tensors that a sparse tensor or a wrapper subclass is made of, by their Python names."""
-
-    assemble: Callable[..., torch.Tensor] | None = None
-    """Makes a sparse tensor of its parts."""
+    """The tensors that a wrapper subclass is made of, by their names."""
 
     elements: torch.Tensor | None = None
     span: tuple[int, int] | None = None
@@ -160,7 +149,8 @@ def capture(tensor: torch.Tensor, data: bool = False, *, autograd: bool = False)
 
 
 def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
-    parts = () if type(tensor) is torch.Tensor else _capture_parts(inner_tensors(tensor))
+    held = () if type(tensor) is torch.Tensor else inner_tensors(tensor)
+    parts = tuple((name, _capture(part, False, False)) for name, part in held)
     try:
         storage = tensor.untyped_storage()
         version, size, stride = version_of(tensor), tensor.shape, tensor.stride()
@@ -169,49 +159,10 @@ def _capture(tensor: torch.Tensor, data: bool, autograd: bool) -> Snapshot:
         saved = _new(Snapshot, fields)  # Snapshot(...) would call a __new__ written in Python
     except RuntimeError:  # NotImplementedError included: no storage, or no strides
         saved = Snapshot(tensor, version_of(tensor), parts=parts)
-        if not (parts or tensor.is_meta or has_own_dispatch(tensor)):
-            with without_dispatch_modes(tensor):
-                saved = call_with_grad(False, _capture_sparse, saved, data)
-    if data and saved.assemble is None and not tensor.is_meta:
+    if data and not tensor.is_meta:
         elements, span = _copy_elements(tensor)
         saved = saved._replace(elements=elements, span=span)
     return saved._replace(autograd=_capture_autograd(tensor, data)) if autograd else saved
-
-
-def _capture_parts(
-    parts: Iterable[tuple[str, torch.Tensor]], copied: Container[str] = ()
-) -> tuple[tuple[str, Snapshot], ...]:
-    """Take a snapshot of each part, with the elements of those whose names are in ``copied``."""
-    return tuple((name, _capture(part, name in copied, False)) for name, part in parts)
-
-
-def _capture_sparse(saved: Snapshot, data: bool) -> Snapshot:
-    """Add what a sparse tensor is made of; an opaque one is made of nothing that can be read."""
-    # Methods return aliases of the parts, whose sizes a resize of the tensor does not change.
-    tensor = saved.tensor
-    parts = [(name, part.detach()) for name, part in parts_of(tensor)]
-    if not parts:
-        return saved
-    options: dict[str, Any] = {"size": tensor.shape, "check_invariants": False}
-    if tensor.layout is torch.sparse_coo:
-        make: Any = partial(torch.sparse_coo_tensor, is_coalesced=tensor.is_coalesced(), **options)
-    else:
-        make = partial(torch.sparse_compressed_tensor, layout=tensor.layout, **options)
-    # torch writes the pointers to rows before it looks at the rest, so they are always copied:
-    # one number for each row.
-    copied = {name for name, _ in parts if data or name in _POINTERS}
-    return saved._replace(size=tensor.shape, parts=_capture_parts(parts, copied), assemble=make)
-
-
-def parts_of(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that another tensor is made of, each with how Python reaches it."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return [(f".{name}", part) for name, part in inner_tensors(tensor)]
-    if tensor.layout is torch.sparse_coo:
-        indices, values = coo_parts(tensor)
-        return [("._indices()", indices), ("._values()", values)]
-    names = _COMPRESSED.get(tensor.layout, ())
-    return [(f".{name}()", getattr(tensor, name)()) for name in names]
 
 
 def _copy_elements(tensor: torch.Tensor) -> tuple[Tensor, tuple[int, int] | None]:
@@ -264,9 +215,7 @@ def _restore_layout(saved: Snapshot, version: int | None) -> None:
     tensor = saved.tensor
     for _, part in saved.parts:
         part.restore(None if version == saved.version else version_of(part.tensor))
-    if saved.assemble is not None:
-        call_unrecorded(tensor, _restore_sparse, tensor, saved)
-    elif saved.parts:
+    if saved.parts:
         # A wrapper is what its parts are; its own set_ would reach one of them. An operator of
         # the subclass may have given it others.
         for name, part in saved.parts:
@@ -275,23 +224,6 @@ def _restore_layout(saved: Snapshot, version: int | None) -> None:
                     setattr(tensor, name, part.tensor)
     elif saved.storage is not None and not _is_as_saved(tensor, saved):
         call_unrecorded(tensor, _set_metadata, tensor, saved)
-
-
-def _restore_sparse(tensor: torch.Tensor, saved: Snapshot) -> None:
-    """Let a sparse tensor have its parts again."""
-    assert saved.assemble is not None
-    if tensor.layout is torch.sparse_coo:
-        # In detached form, so that this snapshot does not share their sizes with the tensor.
-        tensor.data = saved.assemble(*[part.tensor.detach() for _, part in saved.parts])
-        return
-    # An assignment to .data leaves a compressed tensor's parts as they are: its shallow_copy_from
-    # is that of a tensor without parts.
-    # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/SparseCsrTensorImpl.h
-    before = saved.assemble(
-        *(part.tensor if part.elements is None else part.elements for _, part in saved.parts)
-    )
-    original_resize_as_sparse_(tensor, before)
-    original_copy_(tensor, before)
 
 
 def _set_metadata(tensor: torch.Tensor, saved: Snapshot) -> None:
@@ -323,6 +255,8 @@ def _is_as_saved(tensor: torch.Tensor, saved: Snapshot) -> bool:
 
 def _restore_elements(tensor: Tensor, elements: Tensor, span: tuple[int, int] | None) -> None:
     with without_dispatch_modes(tensor):
+        if tensor.layout in _COMPRESSED:
+            original_resize_as_sparse_(tensor, elements)
         original_copy_(tensor if span is None else _stretch(tensor, span), elements)
 
 
@@ -627,6 +561,17 @@ def is_plain(tensor: Tensor) -> bool:
             step == 0 < size - 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
     )
+
+
+def refuse_sparse(function: str, found: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if there is a sparse tensor among those that are to be restored, each with its name."""
+    for name, tensor in found:
+        if tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED:
+            raise TypeError(
+                f"{function}: {name} is a sparse tensor ({tensor.layout}), and those are not "
+                "restored: make it dense (to_dense()), or, if nothing writes to it, hold it in a "
+                "plain attribute that is no buffer, or outside of what you give here"
+            )
 
 
 def restore_versions(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchguard._public import called, public
 from torchguard._torch.eager import has_step_hooks, steps_in_backward
+from torchguard.state.tensors import refuse_sparse
 from torchguard.state.training import TrainingState
 from torchguard.training_setup import FirstSteps, StepsOutside, warn_of_parameters
 from torchguard.transactions.accumulation import Accumulation, is_accelerator
@@ -81,7 +82,8 @@ def transaction(
 
     Raises:
         TypeError: an argument is of another type, or a step can't be seen or rolled back (LBFGS,
-            FSDP, a step inside backward, an optimizer without the hooks of ``torch.optim``).
+            FSDP, a step inside backward, an optimizer without the hooks of ``torch.optim``), or a
+            parameter, a buffer or a tensor of ``also`` is sparse.
         ValueError: ``undo`` is none of the three, a parameter is not initialised yet, an optimizer
             has no parameter of the model, ``skip_nonfinite`` comes with a GradScaler, or ``group``
             with a model that it can't average.
@@ -144,6 +146,8 @@ class Setup:
             raise ValueError(f"transaction: undo is {self.undo!r}, expected one of {expected}")
         for model in self.models:
             _refuse_model(model)
+        for each in (*self.models, *self.also):
+            refuse_sparse("transaction", _tensors_of(each))
         own = {id(parameter) for each in self.models for parameter in each.parameters()}
         for optimizer in self.optimizers:
             _refuse_optimizer(optimizer, own)
@@ -287,6 +291,15 @@ def _why_not_seen(optimizer: Optimizer) -> str:
         f"{said}: call super().__init__(params, defaults) in {name}.__init__, and do not replace "
         "step on the class"
     )
+
+
+def _tensors_of(each: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a model or an item of ``also`` consists of, by name."""
+    if isinstance(each, nn.Module):
+        yield from each.named_parameters()
+        yield from each.named_buffers()
+    elif isinstance(each, torch.Tensor):
+        yield "a tensor of also=", each
 
 
 def _sharded(model: nn.Module) -> str | None:

@@ -205,7 +205,7 @@ def test_a_guard_that_is_not_needed_or_does_not_protect_is_left_out(
     tried: list[str] = []
     monkeypatch.setattr(
         "torchguard.patching.install.SELF_TESTS",
-        {"out": lambda: tried.append("out") or "out= is another one"},  # type: ignore[func-returns-value]
+        {"torch": {"out": lambda: tried.append("out") or "out= is another one"}},  # type: ignore[func-returns-value]
     )
     before = snapshot()
     found: list[set[str]] = []

@@ -277,7 +277,7 @@ def test_all_is_every_guard() -> None:
 def test_a_guard_that_this_torch_does_not_need_is_skipped_with_the_reason_unless_forced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", {"out": lambda: None})
+    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", {"torch": {"out": lambda: None}})
     bare = torch.add
     with install("resize", "out") as installation:
         assert installation.names == ("resize",)
@@ -298,15 +298,15 @@ def test_a_guard_that_another_thread_installs_during_the_trial_is_needed(
 
     def tried() -> str | None:
         if thread.ident is not None:
-            return SELF_TESTS["out"]()
+            return SELF_TESTS["torch"]["out"]()
         thread.start()
         thread.join()
-        passes = SELF_TESTS["out"]()
+        passes = SELF_TESTS["torch"]["out"]()
         if not stays:
             others[0].uninstall()
         return passes
 
-    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", {"out": tried})
+    monkeypatch.setattr("torchguard.patching.install.SELF_TESTS", {"torch": {"out": tried}})
     with on("out"):
         assert installed() == ("out",)
         others[0].uninstall()

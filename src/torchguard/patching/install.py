@@ -20,14 +20,13 @@ from torchguard._events import record, warn_user
 from torchguard._public import called, public
 from torchguard._torch import (
     DYNAMO,
-    computing_unseen,
     follow_in_dynamo,
     on_import,
     patch,
 )
 from torchguard.errors import TorchGuardError
 from torchguard.patching.guards import GUARDS, NEWEST_TESTED_TORCH, GuardName
-from torchguard.patching.selftests import LATER_SELF_TESTS, SELF_TESTS, SelfTest
+from torchguard.patching.selftests import SELF_TESTS, SelfTest
 
 _DEFAULT = ("resize",)
 
@@ -316,14 +315,9 @@ def _not_needed(names: Iterable[str]) -> dict[str, str]:
 def _why_not_needed(name: str) -> str | None:
     if not GUARDS[name].tried_by_self_test:
         return None  # every PyTorch so far needs it
-    try:
-        with computing_unseen():  # the modes of the program see none of it
-            for tests in (SELF_TESTS, *LATER_SELF_TESTS.values()):
-                if name in tests and tests[name]() is not None:
-                    return None
-            return "its self-test passes on this torch without it"
-    except Exception:  # noqa: BLE001  a trial that can't be made: the self-test says what is wrong
+    if any(name in tests and tests[name]() is not None for tests in SELF_TESTS.values()):
         return None
+    return "its self-test passes on this torch without it"
 
 
 def _wait_for_modules(names: Iterable[str]) -> None:
@@ -366,9 +360,9 @@ def _replace(name: str) -> str | None:
 
 
 def _try_new(names: Iterable[str]) -> dict[str, str]:
-    """Run the self-tests of guards that are new in place, the rest of them when they can be run."""
-    reasons = _try(names, SELF_TESTS)
-    for module, tests in LATER_SELF_TESTS.items():
+    """Run the self-tests of guards that are new in place, each when what it needs is imported."""
+    reasons: dict[str, str] = {}
+    for module, tests in SELF_TESTS.items():
         if module in sys.modules:
             reasons |= _try([name for name in names if name not in reasons], tests)
         else:
@@ -377,36 +371,24 @@ def _try_new(names: Iterable[str]) -> dict[str, str]:
 
 
 def _try_later(module: ModuleType) -> None:
-    """Run the self-tests that had to wait for a module."""
     on = [name for name in GUARDS if name in _in_place and GUARDS[name].on.on]
-    _warn_of(_try(on, LATER_SELF_TESTS[module.__name__]))
+    _warn_of(_try(on, SELF_TESTS[module.__name__]))
 
 
 def _try(names: Iterable[str], tests: Mapping[str, SelfTest]) -> dict[str, str]:
     """Run the self-test of each guard; remove those that do not protect, and return why."""
     reasons: dict[str, str] = {}
     for name in names:
-        if _why_it_does_not_protect(name, tests) is None:
+        if name not in tests or tests[name]() is None:
             continue
         with patch.lock:
             # Other threads may have removed it while it was tried. It is tried again while none of
             # them can.
-            if name not in _in_place:
-                continue
-            reason = _why_it_does_not_protect(name, tests)
+            reason = tests[name]() if name in _in_place else None
             if reason is not None:
                 reasons[name] = _of_this_torch(reason)
                 _take_off(name, reasons[name])
     return reasons
-
-
-def _why_it_does_not_protect(name: str, tests: Mapping[str, SelfTest]) -> str | None:
-    test = tests.get(name)
-    try:
-        with computing_unseen():
-            return None if test is None else test()
-    except Exception as error:  # noqa: BLE001  whatever it is, the guard does not protect
-        return f"its self-test failed with {type(error).__name__}: {error}"
 
 
 def _take_off(name: str, reason: str) -> None:

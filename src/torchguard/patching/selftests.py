@@ -29,6 +29,7 @@ from torchguard._torch import (
     can_unwrap,
     compiles_apart,
     compiling_uncounted,
+    computing_unseen,
     patch,
 )
 from torchguard._torch.symbolic_shapes import stance
@@ -314,42 +315,44 @@ def _verified_compiled() -> str | None:
 
 
 def _tried(test: SelfTest) -> str | None:
-    """Run a test whatever the thread's modes are; what raises does not protect."""
-    with (
-        trial(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        try:
+    """Run a test whatever the thread's modes are, and unseen by them; what raises fails."""
+    try:
+        with (
+            computing_unseen(),
+            trial(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             return test()
-        except Exception as error:  # noqa: BLE001  a name that is gone may raise anything
-            return f"the guard raises {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001  a name that is gone may raise anything
+        return f"the guard raises {type(error).__name__}: {error}"
 
 
 def _tried_compiled(test: SelfTest) -> str | None:
-    with compiling_uncounted(), stance("default"):
-        return _tried(test)
+    def compiled() -> str | None:
+        with compiling_uncounted(), stance("default"):
+            return test()
+
+    return _tried(compiled)
 
 
 def _table(run: Callable[[SelfTest], str | None], **tests: SelfTest) -> dict[str, SelfTest]:
     return {name: functools.partial(run, test) for name, test in tests.items()}
 
 
-SELF_TESTS: Mapping[str, SelfTest] = _table(
-    _tried,
-    resize=_resize,
-    out=_out,
-    overlap=_overlap,
-    checks=_checks,
-    save=_save,
-    load=_load,
-    numpy=_numpy,
-    recompute=functools.partial(_recompute, reentrant=True),
-)
-"""By guard, the test that is run when it has been installed."""
-
-LATER_SELF_TESTS: Mapping[str, Mapping[str, SelfTest]] = {
+SELF_TESTS: Mapping[str, Mapping[str, SelfTest]] = {
+    "torch": _table(
+        _tried,
+        resize=_resize,
+        out=_out,
+        overlap=_overlap,
+        checks=_checks,
+        save=_save,
+        load=_load,
+        numpy=_numpy,
+        recompute=functools.partial(_recompute, reentrant=True),
+    ),
     # This mode of checkpoint imports Dynamo, which takes seconds.
     DYNAMO: _table(_tried, recompute=functools.partial(_recompute, reentrant=False)),
     FIRST_COMPILE: _table(
@@ -359,4 +362,4 @@ LATER_SELF_TESTS: Mapping[str, Mapping[str, SelfTest]] = {
         verified=_verified_compiled,
     ),
 }
-"""By module and guard, the test that is run when something has imported the module."""
+"""By module and guard: run once the guard is in place and something has imported the module."""

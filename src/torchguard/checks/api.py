@@ -22,11 +22,10 @@ from torchguard._torch import (
     values_can_be_read,
 )
 from torchguard.checks import calls
-from torchguard.checks.calls import SWITCH, flags, guard_call, guard_indexing, guard_reading
+from torchguard.checks.calls import SWITCH, flags, guard_call, guard_reading
 from torchguard.checks.graph_pass import checks_in_graph
-from torchguard.checks.table import ROWS
+from torchguard.checks.table import INDEXING, ROWS
 
-_INDEXING = ("__getitem__", "__setitem__", "index_put", "index_put_")
 _READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")
 _SPARSE = ("csr", "csc", "bsr", "bsc", "compressed")
 
@@ -44,10 +43,10 @@ def replacements() -> patch.Replacements:
                     found[f"{module.__name__}.{name}"] = make
             for method in (name, f"{name}_") if not kind else ():
                 found[f"torch.Tensor.{method}"] = functools.partial(guard_call, row, method)
-    for name in _INDEXING:
+    for name, row in INDEXING.items():
         if not name.startswith("__"):
-            found[f"torch.{name}"] = functools.partial(guard_indexing, name)
-        found[f"torch.Tensor.{name}"] = functools.partial(guard_indexing, name)
+            found[f"torch.{name}"] = functools.partial(guard_call, row, name)
+        found[f"torch.Tensor.{name}"] = functools.partial(guard_call, row, name)
     found |= {f"torch.sparse_{name}_tensor": _check_indices for name in _SPARSE}
     found |= {f"torch.Tensor.{name}": functools.partial(guard_reading, name) for name in _READING}
     return found

@@ -28,7 +28,7 @@ from torchguard._torch import (
     shown_for,
     values_can_be_read,
 )
-from torchguard.checks.table import Check, Row
+from torchguard.checks.table import Check, Row, wrapping
 from torchguard.errors import IndexOutOfRangeError, ValueOutOfRangeError, ZeroDivisorError
 from torchguard.state.process import accelerator
 
@@ -86,21 +86,21 @@ class Flags:
     """How many calls may wait to be read."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]] = []
+        self._waiting: list[tuple[Sequence[Site], torch.Tensor]] = []
         self._streams: set[torch.Stream] = set()
         """The streams that make what waits."""
         self._lock = threading.Lock()
 
-    def keep(self, sites: Sequence[Site], *seen: torch.Tensor) -> None:
-        """Keep the smallest and largest value of each site, with its bounds where they vary."""
+    def keep(self, sites: Sequence[Site], seen: torch.Tensor) -> None:
+        """Keep what :func:`raise_outside` takes."""
         with self._lock:
             self._waiting.append((sites, seen))
-            if seen[0].device.type == accelerator():
-                self._streams.add(torch.accelerator.current_stream(seen[0].device))
+            if seen.device.type == accelerator():
+                self._streams.add(torch.accelerator.current_stream(seen.device))
         if len(self._waiting) > self.MOST:
             self.read()
 
-    def take(self) -> list[tuple[Sequence[Site], tuple[torch.Tensor, ...]]]:
+    def take(self) -> list[tuple[Sequence[Site], torch.Tensor]]:
         """Return what waits to be read, and forget it."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
@@ -120,14 +120,14 @@ class Flags:
         groups: dict[Any, list[torch.Tensor]] = {}
         with computing_unseen():
             for _, seen in waiting:
-                groups.setdefault((seen[0].device, seen[0].dtype), []).extend(seen)
+                groups.setdefault((seen.device, seen.dtype), []).append(seen)
             numbers = {
-                key: iter(torch.cat([each.reshape(-1) for each in group]).tolist())
+                key: iter((torch.cat(group) if len(group) > 1 else group[0]).tolist())
                 for key, group in groups.items()
             }
         for sites, seen in waiting:
-            of_group = numbers[seen[0].device, seen[0].dtype]
-            raise_outside(sites, [next(of_group) for each in seen for _ in range(each.numel())])
+            of_group = numbers[seen.device, seen.dtype]
+            raise_outside(sites, [next(of_group) for _ in range(seen.numel())])
 
 
 def raise_outside(sites: Sequence[Site], numbers: Sequence[Any]) -> None:
@@ -213,12 +213,12 @@ def _noted(site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
     if not values.numel() or is_capturing():
         return values
     inside: torch.Tensor = clamped(site, values, None)
-    if unread is None:
-        flags.keep([site], *torch.aminmax(looked_at(site, values, None)))
-        return inside
     # A tensor in both places: of a number torch would make one, by one more kernel.
-    flags.keep([site], *torch.aminmax(torch.where(unread, inside, values)))
-    return torch.where(unread, values, inside)
+    read = looked_at(site, values, None) if unread is None else torch.where(unread, inside, values)
+    seen = read.new_empty(2)  # in one tensor, so that one call that waits is read by one copy
+    torch.aminmax(read, out=tuple(seen))
+    flags.keep([site], seen)
+    return inside if unread is None else torch.where(unread, values, inside)
 
 
 def _described(site: Site, values: torch.Tensor, unread: torch.Tensor | None) -> Exception:
@@ -307,10 +307,14 @@ def _shown_by(name: str, original: Callable[..., Any]) -> Any:
 
 def guard_call(row: Row, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Check the arguments of a function that is in the table."""
+    site_of = name if row.checks else row.names[0]
+    in_range = () if row.checks else (int, slice)  # or torch raises: x[0] has to be fast
 
     def look(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if in_range and len(args) > 1 and type(args[1]) in in_range:
+            return args, kwargs
         with computing_unseen((*args, *kwargs.values())):
-            return _checked(row, name, args, kwargs)
+            return _checked(row, site_of, args, kwargs)
 
     return looking_first(look, name, original)
 
@@ -328,9 +332,9 @@ def guard_reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _checked(row: Row, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    given = bind(row, args, kwargs)
+    checks, given, folded = unfolded(row, bind(row, args, kwargs))
     new: dict[str, Any] = {}
-    for check in row.checks:
+    for check in checks:
         values = given.get(check.argument)
         if isinstance(values, _LISTS):
             if not values or not all(type(each) is int for each in values):
@@ -339,6 +343,8 @@ def _checked(row: Row, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
             divided = given.get("input")
             if not (can_check(check, divided) and values_can_be_read(divided)):  # type: ignore[arg-type]
                 continue
+        elif isinstance(values, np.ndarray) and not row.checks:
+            pass  # an index may be one
         elif not (can_check(check, values) and values_can_be_read(cast("torch.Tensor", values))):
             continue
         allowed = _allowed(check, given)
@@ -348,7 +354,7 @@ def _checked(row: Row, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
             value = checked_value(site, values, unread)
             if value is not values:
                 new[check.argument] = value
-    return rebound(row, args, kwargs, new) if new else (args, kwargs)
+    return rebound(row, args, kwargs, folded(new)) if new else (args, kwargs)
 
 
 def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -365,6 +371,44 @@ def _allowed(check: Check, given: Mapping[str, Any]) -> tuple[Any, Any] | None:
 
 
 # ---- x[index] ----
+
+
+def _same(new: Mapping[str, Any]) -> Mapping[str, Any]:
+    return new
+
+
+def unfolded(
+    row: Row, given: dict[str, Any], fake_of: Callable[[Any], Any] = lambda value: value
+) -> tuple[Sequence[Check], dict[str, Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Return the checks of a call, its arguments, and what makes arguments of exchanged ones.
+
+    Of ``x[index]`` each item with indices has a check, and is an argument. ``fake_of`` returns the
+    tensor that a node of a graph represents.
+    """
+    if row.checks:
+        return row.checks, given, _same
+    name = row.parameters[1]
+    index, tensor = given.get(name), fake_of(given.get("input"))
+    fills = name == "indices"  # None is a whole dim there, and a new one in x[index]
+    if not isinstance(tensor, torch.Tensor) or (fills and not isinstance(index, _LISTS)):
+        return (), given, _same
+    whole = fills or isinstance(index, tuple)
+    items = list(index) if whole else [index]
+    known = [slice(None) if item is None and fills else fake_of(item) for item in items]
+    found = {
+        "index" if len(items) == 1 else f"index {place}": (place, dim)
+        for place, dim in indexed_dims(known, tensor.dim())
+    }
+    if not found:
+        return (), given, _same
+
+    def folded(new: Mapping[str, Any]) -> Mapping[str, Any]:
+        for argument, value in new.items():
+            items[found[argument][0]] = value
+        return {name: tuple(items) if whole else items[0]}
+
+    checks = [Check(argument, wrapping("input", dim)) for argument, (_, dim) in found.items()]
+    return checks, {**given, **{each: items[place] for each, (place, _) in found.items()}}, folded
 
 
 def indexed_dims(index: Sequence[Any], dims: int) -> Iterator[tuple[int, int]]:
@@ -395,42 +439,3 @@ def _dims_taken(item: Any) -> int:
     is_mask = isinstance(item, torch.Tensor) and item.dtype in _MASKS
     is_mask = is_mask or (isinstance(item, np.ndarray) and item.dtype in _NUMPY_MASKS)
     return depth + int(item.ndim) if is_mask else 1
-
-
-def guard_indexing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check ``x[index]``, ``x[index] = v`` and ``index_put``."""
-    fills = "index_put" in name  # None is a whole dim there, and a new one in x[index]
-    called = {"__getitem__": "x[index]", "__setitem__": "x[index] = ..."}.get(name, name)
-
-    def look(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        index = args[1] if len(args) > 1 else kwargs.get("indices")
-        if type(index) is int or type(index) is slice or not args:
-            return args, kwargs
-        with computing_unseen((*args, *kwargs.values())):
-            new = _checked_index(called, index, args[0], fills=fills)
-        if new is index:
-            return args, kwargs
-        if len(args) > 1:
-            return (args[0], new, *args[2:]), kwargs
-        return args, {**kwargs, "indices": new}
-
-    return looking_first(look, name, original)
-
-
-def _checked_index(name: str, index: Any, tensor: Any, *, fills: bool) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return index
-    whole = isinstance(index, tuple) or fills
-    items = list(index) if whole else [index]
-    named = [slice(None) if item is None else item for item in items] if fills else items
-    changed = False
-    for place, dim in indexed_dims(named, tensor.dim()):
-        values, size = items[place], tensor.size(dim)
-        if not isinstance(values, torch.Tensor) or values_can_be_read(values):
-            argument = "index" if len(items) == 1 else f"index {place}"
-            site = Site(name, argument, "index", -size, size - 1)
-            items[place] = checked_value(site, values)
-            changed = changed or items[place] is not values
-    if not changed:
-        return index
-    return tuple(items) if whole else items[0]

@@ -27,17 +27,14 @@ from torchguard.checks.calls import (
     can_check,
     clamped,
     flags,
-    indexed_dims,
     is_on_cpu,
     looked_at,
     raise_outside,
     rebound,
+    unfolded,
 )
-from torchguard.checks.table import ROWS, Check, Row
+from torchguard.checks.table import INDEXING, ROWS, Check, Row
 
-_GETITEM = Row(("x[index]",), ("input", "index"), ())
-_SETITEM = Row(("x[index] = ...",), ("input", "index", "value"), ())
-_INDEX_PUT = Row(("index_put",), ("input", "indices", "values"), ())
 _OPERATORS = {
     operator.floordiv: "floor_divide",
     operator.ifloordiv: "floor_divide",
@@ -121,23 +118,18 @@ class _Call:
 
     def check(self) -> None:
         """Check what can be checked; the node is then called with what is in range."""
+        checks, self._given, folded = unfolded(self._row, self._given, _fake)
         new: dict[str, Any] = {}
-        if not self._row.checks:  # x[index], x[index] = v, index_put
-            name = self._row.parameters[1]
-            new[name] = self._indices(self._given.get(name))
-        else:
-            for check in self._row.checks:
-                values = self._given.get(check.argument)
-                if check.kind == "divisor" and type(values) is int and values == 0:
-                    values = self._zero(check)
-                allowed = (
-                    check.range(self._fakes, self._size) if _can_check(check, values) else None
-                )
-                if allowed is not None:
-                    new[check.argument] = self._put(check, values, allowed)
-        self._node.args, self._node.kwargs = rebound(
-            self._row, self._node.args, self._node.kwargs, new
-        )
+        for check in checks:
+            values = self._given.get(check.argument)
+            if check.kind == "divisor" and type(values) is int and values == 0:
+                values = self._zero(check)
+            allowed = check.range(self._fakes, self._size) if _can_check(check, values) else None
+            if allowed is not None:
+                new[check.argument] = self._put(check, values, allowed)
+        if new:
+            arguments = self._node.args, self._node.kwargs
+            self._node.args, self._node.kwargs = rebound(self._row, *arguments, folded(new))
 
     def _zero(self, check: Check) -> Any:
         """Return a tensor in place of the number 0, where integers are divided by it."""
@@ -149,24 +141,6 @@ class _Call:
         zero: Any = fx.Proxy(divided, self._tracer).new_zeros((), dtype=dtype)
         zero.node.meta["example_value"] = fake.new_zeros((), dtype=dtype)
         return zero.node
-
-    def _indices(self, index: Any) -> Any:
-        tensor = self._fakes.get("input")
-        whole = isinstance(index, (tuple, list))
-        if not isinstance(tensor, torch.Tensor) or (
-            isinstance(index, list) and self._row is not _INDEX_PUT
-        ):
-            return index  # a list of numbers, of which torch makes a tensor
-        items = list(index) if whole else [index]
-        fakes = [_fake(item) for item in items]
-        if self._row is _INDEX_PUT:
-            fakes = [slice(None) if fake is None else fake for fake in fakes]
-        for place, dim in indexed_dims(fakes, tensor.dim()):
-            check = Check("index" if len(items) == 1 else f"index {place}", lambda *_: None)
-            if _can_check(check, items[place]):
-                size = self._size("input", dim)
-                items[place] = self._put(check, items[place], (-size, size - 1))
-        return tuple(items) if whole else items[0]
 
     def _size(self, argument: str, dim: int | None) -> Any:
         """Return the size of an argument, a node of the graph where it is symbolic."""
@@ -244,9 +218,10 @@ def _row_of(node: fx.Node) -> Row | None:
 
 @functools.cache
 def _rows_by_function() -> dict[Any, Row]:
-    found: dict[Any, Row] = {operator.getitem: _GETITEM, operator.setitem: _SETITEM}
+    found: dict[Any, Row] = {operator.getitem: INDEXING["__getitem__"]}
+    found[operator.setitem] = INDEXING["__setitem__"]
     modules = {"": torch, "F": torch.nn.functional, "nn": C_NAMESPACE}
-    found[original_of(torch.index_put)] = _INDEX_PUT
+    found[original_of(torch.index_put)] = INDEXING["index_put"]
     for row in ROWS:
         for each in row.names:
             kind, _, name = each.rpartition(".")
@@ -259,7 +234,7 @@ def _rows_by_function() -> dict[Any, Row]:
 
 @functools.cache
 def _rows_by_method() -> dict[str, Row]:
-    found = dict.fromkeys(("index_put", "index_put_"), _INDEX_PUT)
+    found = {name: row for name, row in INDEXING.items() if row.names[0] == name}
     for row in ROWS:
         found.update({f"{name}{end}": row for name in row.names for end in ("", "_")})
     return found

@@ -51,6 +51,7 @@ class Row(NamedTuple):
 
     parameters: tuple[str, ...]
     checks: tuple[Check, ...]
+    """None of them: each item of ``x[index]`` is checked, the second of the parameters."""
 
 
 def _row(names: str, parameters: str, *checks: Check) -> Row:
@@ -64,7 +65,7 @@ def _below(of: str, dim: int | None = 0) -> Callable[[Given, Sizes], Range]:
     return lambda _, sizes: (0, sizes(of, dim) - 1)
 
 
-def _wrapping(of: str, dim: int | None = None) -> Callable[[Given, Sizes], Range]:
+def wrapping(of: str, dim: int | None = None) -> Callable[[Given, Sizes], Range]:
     """Return the range of an index that counts from the end as well."""
     return lambda _, sizes: (-sizes(of, dim), sizes(of, dim) - 1)
 
@@ -181,7 +182,7 @@ ROWS = (
     # Builtins that torch.nn.functional calls, and the functions that Dynamo's graphs call instead.
     _row("embedding", "weight indices", Check("indices", _below("weight"))),
     _row("F.embedding", "input weight", Check("input", _below("weight"))),
-    _row("embedding_renorm_", "weight indices", Check("indices", _wrapping("weight", 0))),
+    _row("embedding_renorm_", "weight indices", Check("indices", wrapping("weight", 0))),
     _row("embedding_bag", "weight indices offsets", *_BAG),
     _row("F.embedding_bag", "input weight offsets", Check("input", _below("weight"))),
     _row("nn.one_hot", "tensor num_classes", Check("tensor", _one_hot)),
@@ -200,7 +201,7 @@ ROWS = (
         Check("index", functools.partial(_along, wraps=True)),
     ),
     _row("take_along_dim", "input indices dim", Check("indices", _take_along)),
-    _row("take put", "input index source", Check("index", _wrapping("input"))),
+    _row("take put", "input index source", Check("index", wrapping("input"))),
     _row("multinomial", "input num_samples", Check("input", _finite, kind="value")),
     _row("bincount", "input weights minlength", Check("input", _always(0, None))),
     _row(
@@ -213,3 +214,11 @@ ROWS = (
     _row("div divide", "input other rounding_mode", _QUOTIENT),
 )
 """Every operator that is checked, but for ``x[index]`` and the sparse constructors."""
+
+INDEXING = {
+    "__getitem__": _row("", "input index")._replace(names=("x[index]",)),
+    "__setitem__": _row("", "input index value")._replace(names=("x[index] = ...",)),
+    "index_put": _row("index_put", "input indices values"),
+    "index_put_": _row("index_put_", "input indices values"),
+}
+"""By function, the rows whose checks depend on the index of a call."""

@@ -13,6 +13,7 @@ ON_DEVICE := PYTHONPATH=tests/device/startup
 # The tests marked cuda that need neither inductor's code for a GPU nor processes of their own.
 MARKED := tests/rollback/test_cuda.py tests/transactions/test_transaction_cuda.py \
 	tests/assignment/test_assign.py
+SWEEPS := FAKE_DEVICE=cuda $(ON_DEVICE) $(PYTEST) --dist load -m "cuda and slow" tests/device
 # Options for the doctor, such as `make doctor DOCTOR_OPTIONS="--family memory"`.
 DOCTOR_OPTIONS ?=
 # How long `make gpu` may take, and where its results go.
@@ -39,9 +40,11 @@ test: $(VENV)/test.stamp ## run the tests, each promise once: three minutes
 
 test-all: $(VENV)/test.stamp test-device ## run everything: sweeps, models, ranks, pages, the doctor
 	$(PYTEST) $(PYTEST_OPTIONS)
+	$(SWEEPS) $(PYTEST_OPTIONS)
 
 test-slow: $(VENV)/test.stamp ## run what test-all has and test has not
 	$(PYTEST) -m slow $(PYTEST_OPTIONS)
+	$(SWEEPS) $(PYTEST_OPTIONS)
 
 test-device: $(VENV)/test.stamp ## run what needs a GPU on a simulated device, which is compiled once
 	FAKE_DEVICE=cuda $(ON_DEVICE) $(PYTEST) -m "cuda and not slow" tests/device $(MARKED) $(PYTEST_OPTIONS)

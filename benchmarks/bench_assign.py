@@ -93,4 +93,5 @@ BENCHMARK = Benchmark(
     "What does `sliced_assign` cost over the two statements, eager and compiled?",
     run,
     rounds=25,
+    needs_triton=True,
 )

@@ -285,6 +285,7 @@ BENCHMARK = Benchmark(
     "How long does a stream of batches of many lengths take, in every way to run it?",
     run,
     rounds=9,
+    needs_triton=True,
     options={
         "--batches": {"type": int, "default": BATCHES, "help": "of the stream"},
         "--phase": {"choices": PHASES, "help": "one of them only"},

@@ -219,5 +219,6 @@ BENCHMARK = Benchmark(
     run,
     rounds=11,
     quick_rounds=2,
+    needs_triton=True,
     tables=(STEPS,),
 )

@@ -92,7 +92,9 @@ def memory(which: str, name: str, device: str) -> dict[str, int]:
     """Count what a block holds when its optimizer has stepped, next to what a deep copy holds."""
     net, optimizer = trained(which, name, device)
     step = torchguard.transaction(net, optimizer)
-    for _ in range(2):  # the second block finds the optimizer's state, and what is kept
+    for _ in range(
+        3
+    ):  # the second ends the checks of first steps, and the third finds what is kept
         held = held_bytes(step.__enter__, device)
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)

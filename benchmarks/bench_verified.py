@@ -31,7 +31,7 @@ ALLOWED = {"transformer": 1.15, "transformer, dropout": 1.3, "lengths": 1.15}
 LATER, LATER_DYNAMIC = AddedTarget(1), AddedTarget(0.5)
 LENGTHS, FEW = range(8, 128), 3  # in quick mode
 LATER_ROUNDS = 51
-WIDTH, DEPTH, QUICK_WIDTH = 4096, 4, 2048
+WIDTH, DEPTH, QUICK_WIDTH = 4096, 4, 64
 ALLOWED_WEIGHTS = 3.5
 
 
@@ -182,12 +182,9 @@ def run(setting: Setting) -> Results:
     # Calls after the first take seconds to measure, first calls take minutes.
     more = setting if setting.quick else replace(setting, rounds=LATER_ROUNDS)
     rows = measure(later(setting.device), more, block_seconds=0.05)
-    names = ["lengths"] if setting.quick else ALLOWED
+    names, dropouts = (["lengths"], [""]) if setting.quick else ([*ALLOWED], ["", ", dropout"])
     firsts = (({"id": f"first-{name}"}, partial(first_calls, name, setting)) for name in names)
-    peaks = (
-        ({"id": f"weights{name}"}, partial(weights, bool(name), setting))
-        for name in ("", ", dropout")
-    )
+    peaks = (({"id": f"weights{name}"}, partial(weights, bool(name), setting)) for name in dropouts)
     return {
         "first_calls": setting.collect(firsts, "first_calls"),
         "weights": setting.collect(peaks, "weights"),
@@ -201,6 +198,7 @@ BENCHMARK = Benchmark(
     run,
     rounds=3,
     quick_rounds=1,
+    needs_triton=True,
     tables=(
         Table(
             {

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stream import NO_GPU, append, lines_of
+from benchmarks.stream import NO_GPU, NO_TRITON, append, lines_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, LOG = "results.jsonl", "log.txt"
@@ -177,7 +177,7 @@ class Session:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = running.wait(TICK)
                 if status != 0:
-                    return f"failed with {status}"
+                    return "needs Triton" if status == NO_TRITON else f"failed with {status}"
                 done = finished(self.results, piece)
                 return "finished" if done else "stopped by itself: its time was up"
         return "killed: time was up"

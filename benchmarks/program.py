@@ -6,6 +6,7 @@ A file ``bench_*.py`` holds cases and says, as a :class:`Benchmark`, how they be
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import context, gpu_facts
-from benchmarks.stream import NO_GPU, Stream, text
+from benchmarks.stream import NO_GPU, NO_TRITON, Stream, text
 from benchmarks.tables import Table
 
 MOST_LOAD = 0.5
@@ -91,6 +92,9 @@ class Benchmark:
     threads: int | None = 1
     """The work of most is small, and threads would only add noise; None: as many as there are."""
 
+    needs_triton: bool = False
+    """Whether inductor writes code for a GPU, where it is not quick."""
+
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What it alone takes: arguments of ``add_argument`` by the option's name."""
 
@@ -126,6 +130,8 @@ class Benchmark:
         devices = [options.device] if options.device else self.devices_here()
         if "cuda" in devices and not torch.cuda.is_available():
             parser.exit(NO_GPU, "--device cuda: torch.cuda.is_available() is False here\n")
+        if "cuda" in devices and self.needs_triton and not options.quick and not _has_triton():
+            parser.exit(NO_TRITON, f"{self.name} needs Triton: `import triton` fails here\n")
         # A rehearsal of what needs a GPU takes the same path on a CPU.
         if not devices or not {*devices} <= {"cpu", *self.devices}:
             parser.error(f"needs one of {', '.join(self.devices)}")
@@ -167,6 +173,10 @@ class Benchmark:
             path /= f"{head['date'][:10]}-{self.name}-{device}.json"
         if path is not None:
             write_record(path, {**head, **results})
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

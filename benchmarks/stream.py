@@ -18,7 +18,8 @@ from typing import Any
 
 Line = dict[str, Any]
 
-NO_GPU = 3  # exit status of a benchmark that was asked for a GPU where there is none
+# Exit status of a benchmark that was asked for a GPU where there is none, or none of its compiler.
+NO_GPU, NO_TRITON = 3, 4
 
 _NAMES = (
     "id", "what", "phase", "mode", "guard", "row", "buckets", "operator",

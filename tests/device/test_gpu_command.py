@@ -1,7 +1,8 @@
-"""The command that makes every record on a GPU, each of its pieces from beginning to end."""
+"""The command that makes every record on a GPU, from beginning to end."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -11,14 +12,23 @@ from benchmarks.gpu import PIECES
 
 from support.child_process import run_command
 
-NAMES = [piece.name for piece in PIECES if piece.name in {"transaction", "resize", "assign"}]
+LINE = [sys.executable, "-m", "benchmarks", "gpu", "--minutes", "6"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_piece_of_the_command_finishes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [piece.name for piece in PIECES])
+def test_each_piece_of_the_command_finishes(name: str, tmp_path: Path) -> None:
     """Of tiny sizes and without inductor, which needs Triton."""
-    line = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "cuda", "--minutes", "6"]
-    done = run_command([*line, "--only", name, "--out", str(tmp_path)], cwd=fake.HERE.parents[1])
+    line = [*LINE, "--rehearse", "cuda", "--only", name, "--out", str(tmp_path)]
+    done = run_command(line, cwd=fake.HERE.parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f" {name}: finished" in done.stdout, done.stdout
+    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert f" {name}: finished" in done.stdout, log
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is here")
+def test_a_piece_that_needs_triton_says_so(tmp_path: Path) -> None:
+    done = run_command(
+        [*LINE, "--only", "verified", "--out", str(tmp_path)], cwd=fake.HERE.parents[1]
+    )
+    assert " b verified: needs Triton after " in done.stdout, done.stdout + done.stderr
+    assert "verified needs Triton: `import triton` fails here" in (tmp_path / "log.txt").read_text()

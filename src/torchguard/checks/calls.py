@@ -388,12 +388,13 @@ def unfolded(
     if row.checks:
         return row.checks, given, _same
     name = row.parameters[1]
-    index, tensor = given.get(name), fake_of(given.get("input"))
+    index: Any = given.get(name)
+    tensor = fake_of(given.get("input"))
     fills = name == "indices"  # None is a whole dim there, and a new one in x[index]
     if not isinstance(tensor, torch.Tensor) or (fills and not isinstance(index, _LISTS)):
         return (), given, _same
     whole = fills or isinstance(index, tuple)
-    items = list(index) if whole else [index]
+    items = [*index] if whole else [index]
     known = [slice(None) if item is None and fills else fake_of(item) for item in items]
     found = {
         "index" if len(items) == 1 else f"index {place}": (place, dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from support.compiled import Counting
 from support.kinds import locked
 from support.ways import outcome_of
 from torchguard import guarded
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 

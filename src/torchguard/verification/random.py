@@ -188,6 +188,8 @@ class _Drawn(NamedTuple):
     """The function of the program; a mode that notes it is not called in a backward."""
     dtypes: list[torch.dtype | None]
     """Of the arguments of the operator."""
+    by_inductor: bool = False
+    """Whether inductor's own code draws: in float32, also for narrower dtypes."""
 
 
 # The seed of a generator is the count of what was drawn so far, seeds and other draws. So a block
@@ -274,6 +276,8 @@ class EagerDraws(SeesEveryOperator):
         finally:
             if is_new:
                 self.counts += drawn.counts
+                by_inductor = any(each.is_seed for each in drawn.counts)
+                self._drawn[place] = now._replace(by_inductor=by_inductor)
             used = sum(
                 count * (1 if each.is_seed else _CALLS) for each, count in drawn.counts.items()
             )
@@ -296,7 +300,10 @@ class EagerDraws(SeesEveryOperator):
                 self.problem = f"it is not known whether {now.function or 'a backward'} drops out"
         # Of a dropout the mask alone: the scale is eager's, and is checked.
         is_mask = target is aten.native_dropout.default
-        numbers = self._alone(drawn, target, given, dtypes, [1] if is_mask else range(len(filled)))
+        wanted = [1] if is_mask else range(len(filled))
+        # Fused code may leave a number as it was drawn, so that is what both are compared with.
+        unrounded = bool(self._like) and now.by_inductor and not is_mask
+        numbers = self._alone(drawn, target, given, dtypes, wanted, unrounded=unrounded)
         for tensor, value in zip(filled, numbers, strict=not self.problem):
             # A mask that has become one of floats: whatever scales it scales the reference too.
             dtype = torch.bool if is_mask else tensor.dtype
@@ -308,11 +315,23 @@ class EagerDraws(SeesEveryOperator):
             result[0].copy_(args[0] * result[1] * (1 / (1 - args[1])))
         return result
 
-    def _alone(self, drawn: CompiledDraws, func: Any, given: Any, dtypes: Any, wanted: Any) -> Any:
+    def _alone(
+        self,
+        drawn: CompiledDraws,
+        func: Any,
+        given: Any,
+        dtypes: Any,
+        wanted: Any,
+        *,
+        unrounded: bool,
+    ) -> Any:
         """Return what a compiled graph of this operator computes; it writes what eager writes."""
         args, kwargs = given
         pairs = itertools.zip_longest((*args, *kwargs.values()), dtypes)
         values = list(itertools.starmap(_cast, pairs))
+        if unrounded:
+            narrow = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+            values = [_cast(each, narrow.get(_dtype_of(each))) for each in values]
         kwargs_then = dict(zip(kwargs, values[len(args) :], strict=True))
         try:
             compiled, tensors = compiled_alone(

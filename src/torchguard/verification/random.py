@@ -330,8 +330,10 @@ class EagerDraws(SeesEveryOperator):
         pairs = itertools.zip_longest((*args, *kwargs.values()), dtypes)
         values = list(itertools.starmap(_cast, pairs))
         if unrounded:
-            narrow = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-            values = [_cast(each, narrow.get(_dtype_of(each))) for each in values]
+            narrow = torch.float16, torch.bfloat16
+            values = [
+                _cast(each, torch.float32 if _dtype_of(each) in narrow else None) for each in values
+            ]
         kwargs_then = dict(zip(kwargs, values[len(args) :], strict=True))
         try:
             compiled, tensors = compiled_alone(

@@ -154,16 +154,20 @@ def test_a_trainer_compiles_verified(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": nn.functional.dropout(self.layer(x), 0.1).square().mean()}
 
+    def train(**options: Any) -> None:
+        args = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            disable_tqdm=True, remove_unused_columns=False, torch_compile=True, **options,
+        )  # fmt: skip
+        rows = [{"x": row} for row in torch.randn(ROWS, 3)]
+        transformers.Trainer(model=Model(), args=args, train_dataset=rows).train()
+
     before = len(torchguard.verification_report().graphs)
     with inductor_without_code(), torchguard.install("verified"):
-        trainer = transformers.Trainer(
-            model=Model(),
-            args=transformers.TrainingArguments(
-                str(tmp_path), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
-                report_to=[], disable_tqdm=True, remove_unused_columns=False, torch_compile=True,
-            ),
-            train_dataset=[{"x": row} for row in torch.randn(ROWS, 3)],
-        )  # fmt: skip
-        trainer.train()
+        with pytest.raises(ValueError, match=r"torchguard|TORCHGUARD"):
+            train(torch_compile_backend="torchguard")
+        assert len(torchguard.verification_report().graphs) == before
+        train()
     graphs = torchguard.verification_report().graphs[before:]
+    assert graphs
     assert {graph.status for graph in graphs} == {"verified"}

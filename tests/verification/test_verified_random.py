@@ -27,7 +27,7 @@ from support.zoo import MORE, ZOO, Architecture
 from torchguard import MiscompilationWarning, verified
 from torchguard.errors import TorchGuardWarning, UnverifiedWarning
 from torchguard.verification import random as draws
-from torchguard.verification.backend import Options, inner_of
+from torchguard.verification.backend import Inner, Options, inner_of
 
 pytestmark = pytest.mark.usefixtures("fresh_reports")
 
@@ -205,9 +205,11 @@ SWEEP: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def check(function: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+def check(function: Callable[..., Any], shape: tuple[int, ...], **options: Any) -> Any:
     """Verify a function's graphs, and return what says so; a warning is an error."""
-    checked = verified()(function if not isinstance(function, nn.Module) else function.forward)
+    checked = verified(**options)(
+        function if not isinstance(function, nn.Module) else function.forward
+    )
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -370,6 +372,26 @@ def test_a_cuda_graph_is_left_alone() -> None:
     assert "CUDA graph" in inner.why_draws_differ(on_gpu=True)
     assert not inner.why_draws_differ(on_gpu=False)  # nothing is recorded there
     assert not inner_of(Options(), {}).why_draws_differ(on_gpu=True)
+
+
+def test_what_would_be_recorded_as_a_cuda_graph_is_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tensors are taken for some on a GPU; where nothing is random the check goes on."""
+    differ = Inner.why_draws_differ
+    monkeypatch.setattr(Inner, "why_draws_differ", lambda self, **_: differ(self, on_gpu=True))
+    with inductor_without_code(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnverifiedWarning)
+        checked = verified(mode="reduce-overhead")(dropping())
+        for rows in (3, 4, 5):
+            torch.manual_seed(0)
+            checked(torch.ones(rows, 6))
+        graphs = stats(checked).graphs
+        assert_verified(check(torch.sin, (4, 6), mode="reduce-overhead"))
+    assert {(each.status, each.runs) for each in graphs} == {("unverified", "inductor")}
+    assert all("CUDA graph that is recorded" in each.reason for each in graphs)
+    (said,) = [str(each.message) for each in caught if each.category is UnverifiedWarning]
+    assert "CUDA graph that is recorded" in said
 
 
 # --- planted faults

@@ -19,8 +19,14 @@ from torch import nn
 from torchguard.equivalence.compare import COMPILING, PADDING, PYTHON, judge
 from torchguard.equivalence.copies import run_on_copies as run
 from torchguard.equivalence.copies import why_not_copied
-from torchguard.equivalence.isolate import run_undoing_mutations
-from torchguard.equivalence.outcome import Given, Gradient, Outcome, Output
+from torchguard.equivalence.outcome import (
+    Cotangents,
+    Given,
+    Gradient,
+    Outcome,
+    Output,
+    run_undoing_mutations,
+)
 from torchguard.equivalence.perturb import not_by_rounding, perturb_
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,9 +43,8 @@ def undone(function: Callable[..., Any], *leaves: Any, **options: Any) -> Outcom
     return run_undoing_mutations(
         function,
         Given(given, given, {}, sources),
+        Cotangents(names=dict(enumerate("abc")), **options),
         read=lambda output: (None, [Output(output)]),
-        names=dict(enumerate("abc")),
-        **options,
     )
 
 

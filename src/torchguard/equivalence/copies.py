@@ -24,8 +24,16 @@ from torchguard._torch import (
     with_lazy_bits,
     without_torch_function,
 )
-from torchguard.equivalence.isolate import isolated, noting, saving_copies
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
+from torchguard.equivalence.outcome import (
+    Cotangents,
+    Given,
+    Gradient,
+    Outcome,
+    Output,
+    isolated,
+    outcome,
+    saving_copies,
+)
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.process import autocast_devices
 from torchguard.state.tensors import extent
@@ -251,16 +259,16 @@ def run_on_copies(
         if reference is not None:
             overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
         scope = within or contextlib.nullcontext()
-        outcome = _outcome(function, copies, owned, change, scope, keeps=keeps)
-        outcome.inputs[: len(owned)] = [tensor.detach() for tensor in owned]
-    outcome.before = given
+        found = _outcome(function, copies, owned, change, scope, keeps=keeps)
+        found.inputs[: len(owned)] = [tensor.detach() for tensor in owned]
+    found.before = given
     if cast is None and change is None and reference is None:
-        _share(outcome, storages)
-    if outcome.backward_error is not None and isinstance(function, fx.GraphModule) and not keeps:
+        _share(found, storages)
+    if found.backward_error is not None and isinstance(function, fx.GraphModule) and not keeps:
         # A program may overwrite what autograd has saved, and never go backward.
         again = run_on_copies(function, inputs, owned, cast, change, within=within, keeps=True)
-        outcome.gradients = again.gradients if again.backward_error is None else {}
-    return outcome
+        found.gradients = again.gradients if again.backward_error is None else {}
+    return found
 
 
 def _share(outcome: Outcome, storages: dict[_Key, torch.UntypedStorage]) -> None:
@@ -351,51 +359,31 @@ def _outcome(
     *,
     keeps: bool,
 ) -> Outcome:
-    outcome, given = Outcome(inputs=copies.values), copies.values[len(owned) :]
     # Nobody is warned here: a warning may be an error, and that is none of the graph's.
     called = function
     if isinstance(function, fx.GraphModule):
         called = reference_of(function, warns=False)
+    values, count = copies.values[len(owned) :], len(owned)
+    sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
+    given = Given([*owned, *values], values, {}, sources)
+    cotangents = Cotangents(mixed=True, change=change)
     with isolated(), within, saving_copies() if keeps else contextlib.nullcontext():
-        with without_torch_function():
-            before = [
-                (place, value, version_of(value), value.grad_fn)
-                for place, value in enumerate([*owned, *given])
-                if isinstance(value, torch.Tensor)
-            ]
-        with noting(outcome, "error"):
-            returned = called(*given)
-        if outcome.error is not None:
-            return outcome
-        with without_torch_function():
-            outcome.outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-            outcome.structure = len(outcome.outputs)
-            # None: inference tensors count no writes.
-            outcome.writes = {
-                place: 1 if version is None else now - version
-                for place, tensor, version, _ in before
-                if version is None or (now := version_of(tensor) or version) != version
-            }
-            outcome.mutated = frozenset(place for place in outcome.writes if place >= len(owned))
-            outcome.sharing = sharing_of(copies.values, outcome.outputs)
-            # An input that was written to has a history now, and a gradient to send back through.
-            results = [
-                tensor
-                for place, tensor, _, grad_fn in before
-                if place >= len(owned) and tensor.grad_fn is not grad_fn
-            ]
-            ends = [t for t in tensors_of([*outcome.outputs, *results]) if t.grad_fn is not None]
-        # As programs do, which leave autocast before backward().
-        for device in autocast_devices():
-            torch.set_autocast_enabled(device, False)
-        sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
-        names = {place: f"input {place}" for place in sources}
-        if ends and sources:
-            with noting(outcome, "backward_error"):
-                outcome.gradients = send_backward(
-                    list(map(Output, ends)), sources, names, mixed=True, change=change
-                )
-    return outcome
+        found = outcome(called, given, cotangents, _read)
+        found.inputs, found.outputs = copies.values, [each.value for each in found.outputs]
+        found.mutated = frozenset(place for place in found.writes if place >= count)
+        if found.error is None:
+            with without_torch_function():
+                found.sharing = sharing_of(copies.values, found.outputs)
+    return found
+
+
+def _read(returned: Any) -> tuple[int, list[Output]]:
+    with without_torch_function():
+        outputs = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    # As programs do, which leave autocast before backward().
+    for device in autocast_devices():
+        torch.set_autocast_enabled(device, False)
+    return len(outputs), list(map(Output, outputs))
 
 
 def sharing_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> frozenset[tuple[str, str]]:

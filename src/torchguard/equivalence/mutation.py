@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -58,6 +59,7 @@ _METADATA_ONLY = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def writes_of(function: Callable[..., Any]) -> Writes | None:
     """Say what ``function`` writes in place; None if nothing (``out=`` is not asked here)."""
     # An operator's schema says it exactly. A function of torch's Python API follows the naming

@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,33 +30,6 @@ _FEW = 4
 
 _MAX_WORK = 10_000
 """Steps of numpy's search for a common address, about 0.1 ms; beyond it a copy is made."""
-
-# Operators that read each element before they write it, and no other element of the same tensor.
-# They lack torch.Tag.pointwise; tests/rollback/test_overlap.py tries each of them.
-_ELEMENTWISE = frozenset(
-    (
-        *("copy", "copysign", "floor_divide", "fill", "masked_fill", "where", "threshold"),
-        # Other names of operators that have the tag.
-        *("multiply", "subtract", "divide", "true_divide", "absolute", "negative", "clip", "fix"),
-        *("arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh", "arctan2", "square"),
-        *("greater", "greater_equal", "less", "less_equal", "not_equal", "heaviside", "xlogy"),
-        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
-        *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__idiv__"),
-    )
-)
-
-# Of two equal numbers these make that number, so that an element which is read for many places
-# keeps its value when its own place is written: x.copy_(x[:1]), x[:, 0] = x[2, 0]. Each with its
-# first operand that is such a number, and not a mask or an index.
-_KEEP = {
-    **dict.fromkeys(("copy", "fill", "maximum", "minimum", "fmax", "fmin"), 0),
-    **dict.fromkeys(("clamp_min", "clamp_max", "bitwise_and", "bitwise_or"), 0),
-    **dict.fromkeys(("__iand__", "__ior__"), 0),
-    "where": 1,
-    "masked_fill": 2,
-    "index_fill": 3,
-}
-_NO_NUMBER = frozenset(("condition", "mask", "index"))
 
 
 class Overlap(NamedTuple):
@@ -211,7 +184,7 @@ def _is_part(operand: Memory, written: Memory) -> bool:
 class _Rule(NamedTuple):
     """Which operands a function may read while it writes."""
 
-    elementwise: bool
+    elementwise: bool = True
     """If they have the elements that are written, each in its place."""
 
     first: bool = False
@@ -221,16 +194,52 @@ class _Rule(NamedTuple):
     """Those from this place on, if each of their elements is read for its own place, too."""
 
 
-_ASSIGNS = _Rule(elementwise=True, keeps=0)
+_ASSIGNS = _Rule(keeps=0)
 _READS_ALL = _Rule(elementwise=False)
+
+# Of operators that lack torch.Tag.pointwise or keep something; the schemas tell those of others.
+# tests/rollback/test_overlap.py tries each of them.
+_RULES = {
+    # They read each element before they write it, and no other element of the same tensor.
+    **dict.fromkeys(("copysign", "floor_divide", "threshold"), _Rule()),
+    # Other names of operators that have the tag.
+    **dict.fromkeys(("multiply", "subtract", "divide", "true_divide", "absolute"), _Rule()),
+    **dict.fromkeys(("negative", "clip", "fix", "square", "heaviside", "xlogy"), _Rule()),
+    **dict.fromkeys(("arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh"), _Rule()),
+    **dict.fromkeys(("arctan2", "greater", "greater_equal", "less", "less_equal"), _Rule()),
+    **dict.fromkeys(("not_equal", "__iadd__", "__isub__", "__imul__", "__itruediv__"), _Rule()),
+    **dict.fromkeys(("__ifloordiv__", "__imod__", "__ipow__", "__ixor__"), _Rule()),
+    **dict.fromkeys(("__ilshift__", "__irshift__", "__idiv__"), _Rule()),
+    # Of two equal numbers these make that number, so that an element which is read for many
+    # places keeps its value when its own place is written: x.copy_(x[:1]), x[:, 0] = x[2, 0].
+    **dict.fromkeys(("copy", "fill", "maximum", "minimum", "fmax", "fmin"), _Rule(keeps=0)),
+    **dict.fromkeys(("clamp_min", "clamp_max", "bitwise_and", "bitwise_or"), _Rule(keeps=0)),
+    **dict.fromkeys(("__iand__", "__ior__"), _Rule(keeps=0)),
+    # From the first operand on that is such a number, and not a mask or an index.
+    "where": _Rule(keeps=1),
+    "masked_fill": _Rule(keeps=2),
+    "index_fill": _Rule(elementwise=False, first=True, keeps=3),
+    "logcumsumexp": _Rule(elementwise=False, first=True),
+}
 
 
 @functools.lru_cache(maxsize=4096)
 def _rule_of(function: Callable[..., Any]) -> _Rule:
-    name = getattr(function, "__name__", "").partition(".")[0]
-    names = {name, name.removesuffix("_")}
-    keeps = next((_KEEP[each] for each in names if each in _KEEP), None)
-    return _Rule(is_elementwise(function), any(map(_may_be_own_output, names)), keeps)
+    name = _name_of(function)
+    if name.startswith("_foreach_"):
+        return _Rule()
+    names = name, name.removesuffix("_")
+    found = next((_RULES[each] for each in names if each in _RULES), None)
+    return found or _Rule(any(map(_all_pointwise, names)), any(map(_may_be_own_output, names)))
+
+
+def is_elementwise(function: Callable[..., Any]) -> bool:
+    """Whether each element of the result depends on the elements in the same place alone."""
+    return _rule_of(function).elementwise
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", "")).partition(".")[0]
 
 
 class Copy(enum.Enum):
@@ -257,9 +266,9 @@ def separated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Separated:
     """Return the call's arguments, operands that overlap what is written replaced by clones."""
-    if getattr(function, "__name__", "") in _SETS:
+    if _name_of(function) in ASSIGNMENTS:
         return _separated_assignment(args, kwargs)
-    writes = _writes(function)
+    writes = writes_of(function)
     if writes is not None and not writes.elements:
         writes = None
     targets = list(out_tensors(writes, kwargs))
@@ -272,13 +281,12 @@ def separated(
     written = () if writes is None else writes.arguments
     places = {each.position for each in written if not each.is_out}
     names = {"out", *(each.name for each in written)}
-    if "self" in names:
-        names.add("input")
+    bound = {name: _place_of(function, name) for name in kwargs}
     new_args = tuple(
         each if place in places else clones(each, place) for place, each in enumerate(args)
     )
     new_kwargs = {
-        name: value if name in names else clones(value, _place_of(name))
+        name: value if name in names or bound[name] in places else clones(value, bound[name])
         for name, value in kwargs.items()
     }
     return Separated(new_args, new_kwargs, found[0] if found else None)
@@ -322,24 +330,16 @@ def _cloning(
     return clones, found
 
 
-def _place_of(name: str) -> int:
-    """Return in which place an argument counts that is given by name."""
-    if name in {"input", "self"}:
-        return 0
-    return -1 if name in _NO_NUMBER else _LAST
+@functools.lru_cache(maxsize=4096)
+def _place_of(function: Callable[..., Any], name: str) -> int:
+    """Return in which place an argument is that is given by name; behind all if none is known."""
+    name = "self" if name == "input" else name  # as schemas call it
+    schemas = operator_schemas(_name_of(function))
+    named = [[each.name for each in schema.arguments] for schema in schemas]
+    return next((names.index(name) for names in named if name in names), _LAST)
 
 
 _LAST = 1_000
-
-
-def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call may write to a tensor that it is given."""
-    if kwargs.get("out") is not None or getattr(function, "__name__", "") in _SETS:
-        return True
-    try:
-        return _writes(function) is not None
-    except TypeError:  # it has no hash
-        return False
 
 
 class _Spans:
@@ -360,25 +360,13 @@ class _Spans:
         return before > 0 and self._ends[before - 1] > memory.begin
 
 
-_writes = functools.lru_cache(maxsize=4096)(writes_of)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_elementwise(function: Callable[..., Any]) -> bool:
-    """Whether each element of the result depends on the elements in the same place alone."""
-    name = getattr(function, "__name__", "").partition(".")[0]
-    names = {name, name.removesuffix("_")}
-    known = name.startswith("_foreach_") or not _ELEMENTWISE.isdisjoint(names)
-    return known or any(map(_all_pointwise, names))
-
-
 def _may_be_own_output(name: str) -> bool:
     """Whether ``out=`` may be the first operand: ``x.cumsum_(0)`` is ``cumsum(x, 0, out=x)``.
 
     PyTorch computes a method that writes in place with the kernel of ``out=``.
     """
     in_place = _parameters(f"{name}_")
-    return name == "logcumsumexp" or (bool(in_place) and not in_place.isdisjoint(_parameters(name)))
+    return bool(in_place) and not in_place.isdisjoint(_parameters(name))
 
 
 def _parameters(name: str) -> set[tuple[str, ...]]:
@@ -403,7 +391,7 @@ def _all_pointwise(name: str) -> bool:
 
 # ---- x[index] = value ----
 
-_SETS = frozenset(("__setitem__", "setitem"))
+ASSIGNMENTS = frozenset(("__setitem__", "setitem"))
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 

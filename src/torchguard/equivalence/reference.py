@@ -10,7 +10,7 @@ import linecache
 import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torchguard._events import frame_of_user, is_trial, record
 from torchguard._public import message
 from torchguard._torch import is_kept_whole
 from torchguard._torch.checkpointing import run_checkpointed
-from torchguard.equivalence.operands import Overlap, may_write, separated
+from torchguard.equivalence.mutation import writes_of
+from torchguard.equivalence.operands import ASSIGNMENTS, Overlap, separated
 from torchguard.errors import OverlapWarning
 
 Place = tuple[str, int]
@@ -74,6 +75,16 @@ class Said:
         """Count the event."""
         place = f"{self._place[0]}:{self._place[1]}"
         record("overlap", "overlap", self._text, place, is_said=True)
+
+
+def may_write(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may write to a tensor that it is given."""
+    if kwargs.get("out") is not None or getattr(function, "__name__", "") in ASSIGNMENTS:
+        return True
+    try:
+        return writes_of(function) is not None
+    except TypeError:  # it has no hash
+        return False
 
 
 # ---- a graph ----

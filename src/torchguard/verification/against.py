@@ -134,9 +134,9 @@ class AgainstPython:
             comparison.runs = "python"
             with _nothing_compiles():
                 run = reached.run(self.as_python, args, kwargs, change=change)
-                if run.backward_error is not None:
+                if run.left.backward_error is not None:
                     kept = reached.run(self.as_python, args, kwargs, change=change, keeps=True)
-                    run.gradients = kept.gradients
+                    run.left.gradients = kept.left.gradients
                 return run
 
         def perturbed(seed: int, written: Iterable[torch.Tensor]) -> Run:
@@ -145,12 +145,13 @@ class AgainstPython:
         python = as_python()
         comparison.runs = "compiled"
         compiled = reached.run(self.compiled, args, kwargs)
-        if python.error is not None and compiled.error is not None:
+        error, by_compiled = python.left.error, compiled.left.error
+        if error is not None and by_compiled is not None:
             if self._right is not None:
                 return []
-            raise UnverifiedError(f"Python raises {type(python.error).__name__}")
-        if is_error_of_compiler(compiled.error):
-            raise UnverifiedError(f"it can't be compiled: {type(compiled.error).__name__}")
+            raise UnverifiedError(f"Python raises {type(error).__name__}")
+        if is_error_of_compiler(by_compiled):
+            raise UnverifiedError(f"it can't be compiled: {type(by_compiled).__name__}")
         found = differences_of(python, compiled, perturbed)
         if found:
             # What Python does not do twice is not compared, such as reading unwritten memory.

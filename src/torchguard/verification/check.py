@@ -329,9 +329,8 @@ class GraphCheck:
         compiled = run_on_copies(function, inputs, self.owned, reference=eager, within=drawn)
         in_double = None
         if chosen or not is_random:
-            wide = self._eager_draws(like=draws)
             in_double = functools.cache(
-                functools.partial(exact, graph, inputs, self.owned, within=wide)
+                lambda: exact(graph, inputs, self.owned, within=self._eager_draws(like=draws))
             )
         found = judge(eager, compiled, COMPILING, in_double)
         if found and (policy := policy_of(graph, inputs)) is not COMPILING:  # under autocast

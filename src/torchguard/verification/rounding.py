@@ -23,8 +23,7 @@ from torchguard.equivalence.copies import (
     why_not_copied,
     written_places,
 )
-from torchguard.equivalence.isolate import rng_state_restored
-from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.outcome import Outcome, rng_state_restored
 from torchguard.equivalence.perturb import perturb_all
 from torchguard.verification.backend import Compiler
 from torchguard.verification.graph import attribute_of, copy_graph, graphs_in

@@ -6,24 +6,27 @@ import contextlib
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._absent import ABSENT
-from torchguard._torch import base_of, version_of
+from torchguard._torch import base_of
 from torchguard._torch.eager import members_of
 from torchguard.equivalence.compare import PYTHON, Difference, judge
-from torchguard.equivalence.isolate import (
+from torchguard.equivalence.outcome import (
+    Cotangents,
+    Given,
+    Outcome,
+    Output,
     module_state_restored,
-    noting,
+    outcome,
     rng_state_restored,
     saving_copies,
 )
-from torchguard.equivalence.outcome import Gradient, Outcome, Output, send_backward
 from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS, ThreadModes
@@ -36,21 +39,17 @@ _OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
 """The attributes in which every module keeps members and hooks."""
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What a run has left, by path; afterwards everything is as before again."""
 
     reached: Reached
-    error: Exception | None = None
-    backward_error: Exception | None = None
-    results: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    left: Outcome
+    results: dict[str, Any]
+    state: dict[str, Any]
     """What it has changed of what it reaches."""
 
-    writes: dict[str, int] = field(default_factory=dict)
+    writes: dict[str, int]
     """How often it has written a tensor in place."""
-
-    gradients: dict[Any, Gradient] = field(default_factory=dict)
 
 
 class Reached:
@@ -74,8 +73,8 @@ class Reached:
     def run(
         self,
         function: Callable[..., Any],
-        args: Iterable[Any],
-        kwargs: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         *,
         change: Callable[[Sequence[Any]], None] | None = None,
         keeps: bool = False,
@@ -85,7 +84,6 @@ class Reached:
         Tensors, and what is sent backward, can be changed before. With ``keeps``, autograd saves
         copies.
         """
-        found = Run(self)
         with contextlib.ExitStack() as scope:
             scope.callback(ThreadModes.capture().restore)
             # Not isolated(): that changes the cache of autocast, on which Dynamo guards.
@@ -102,35 +100,34 @@ class Reached:
                 change(self.tensors)
             if keeps:
                 scope.enter_context(saving_copies())
-            with noting(found, "error"):
-                returned = function(*args, **kwargs)
-            if found.error is not None:
-                return found
-            results = dict(_leaves(_walk({"result": returned})))
-            tensors = [t for t in (*results.values(), *self.tensors) if isinstance(t, torch.Tensor)]
-            ends = {id(each): Output(each) for each in tensors if each.grad_fn is not None}
-            with noting(found, "backward_error"):
-                names, outputs = dict(enumerate(self.names)), list(ends.values())
-                found.gradients = send_backward(
-                    outputs, sources, names, retain_graph=True, change=change
-                )
-            found.results = {path: _copied(leaf) for path, leaf in results.items()}
+            results: dict[str, Any] = {}
+
+            def read(returned: Any) -> tuple[None, list[Output]]:
+                results.update(_leaves(_walk({"result": returned})))
+                return None, list(map(Output, results.values()))
+
+            given = Given(self.tensors, args, kwargs, sources)
+            left = outcome(function, given, Cotangents(retain_graph=True, change=change), read)
+            left.outputs = []
+            if left.error is not None:
+                return Run(self, left, {}, {}, {})
+            results = {path: _copied(leaf) for path, leaf in results.items()}
+            written = {id(self.tensors[place]): count for place, count in left.writes.items()}
             now = dict(_leaves(_walk(self._roots)))
-            found.state = {
+            state = {
                 path: _copied(now.get(path, ABSENT))
                 for path in {**self.before, **now}
-                if self._is_changed(self.before.get(path, ABSENT), now.get(path, ABSENT))
+                if _is_changed(self.before.get(path, ABSENT), now.get(path, ABSENT), written)
             }
-            found.writes = {
-                path: (version_of(leaf) or 1) - (self._versions.get(id(leaf)) or 0)
+            writes = {
+                path: written.get(id(leaf), 0)
                 for path, leaf in now.items()
-                if isinstance(leaf, torch.Tensor) and id(leaf) == id(self.before.get(path))
+                if isinstance(leaf, torch.Tensor) and leaf is self.before.get(path)
             }
-        return found
+        return Run(self, left, results, state, writes)
 
     def _snapshot(self) -> Callable[[], None]:
         saved = [capture(each, data=True, autograd=True) for each in self.tensors]
-        self._versions = {id(each.tensor): each.version for each in saved}
         histories = [each.grad_fn for each in self.tensors]
         gradients = Gradients(self.tensors)
         held = [each for each in self._nodes if isinstance(each, (*_CONTAINERS, *GENERATORS))]
@@ -153,11 +150,11 @@ class Reached:
 
         return restore
 
-    def _is_changed(self, before: Any, now: Any) -> bool:
-        if not isinstance(now, torch.Tensor):
-            return type(before) is not type(now) or bool(before != now)
-        version = version_of(now)
-        return before is not now or version is None or version != self._versions.get(id(now))
+
+def _is_changed(before: Any, now: Any, written: Container[int]) -> bool:
+    if isinstance(now, torch.Tensor):
+        return before is not now or id(now) in written
+    return type(before) is not type(now) or bool(before != now)
 
 
 def differences_of(
@@ -171,24 +168,22 @@ def differences_of(
     state = list({**reference.state, **candidate.state})
     written = {path: n for path, n in reference.writes.items() if path in candidate.writes}
 
-    def outcome(run: Run) -> Outcome:
+    def compared(run: Run) -> Outcome:
         before = run.reached.before
         after = [run.state.get(path, before.get(path, ABSENT)) for path in state]
-        return Outcome(
+        return replace(
+            run.left,
             outputs=[_comparable(run.results.get(path, ABSENT)) for path in results],
             inputs=list(map(_comparable, after)),
             before=[before.get(path) if path in written else None for path in state],
             writes={place: written.get(path, 1) for place, path in enumerate(state)},
-            gradients=run.gradients,
-            error=run.error,
-            backward_error=run.backward_error,
         )
 
-    one, two = outcome(reference), outcome(candidate)
+    one, two = compared(reference), compared(candidate)
     found: Sequence[Difference] = judge(one, two, PYTHON)
     if found and all(each.small for each in found):
         tensors = [value for value in one.before if isinstance(value, torch.Tensor)]
-        found = not_by_rounding(found, one, two, lambda seed: outcome(again(seed, tensors)))
+        found = not_by_rounding(found, one, two, lambda seed: compared(again(seed, tensors)))
     names = {"outputs": results, "inputs": state, "gradients": reference.reached.names}
     return [
         replace(each, key=names[each.part][each.key]) if isinstance(each.key, int) else each

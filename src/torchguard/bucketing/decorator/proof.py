@@ -18,8 +18,7 @@ from torchguard.bucketing.decorator.explain import FirstDifference, advice, leak
 from torchguard.bucketing.decorator.real import Real, extras_without_padding
 from torchguard.bucketing.decorator.shape import Input, Shape, region_of
 from torchguard.equivalence.compare import PADDING, Difference, judge
-from torchguard.equivalence.isolate import run_undoing_mutations
-from torchguard.equivalence.outcome import Outcome
+from torchguard.equivalence.outcome import Cotangents, Outcome, run_undoing_mutations
 from torchguard.equivalence.perturb import not_by_rounding, perturb_all
 from torchguard.errors import PaddingLeakError
 from torchguard.state.tensors import Elements
@@ -172,20 +171,18 @@ def _runs(  # noqa: PLR0917 - one private run
         else (fills, call.given(real.extras, real.shape.pads, fills, real.content))
         for fills in variants
     ]
-    names, modules = dict(enumerate(call.labels())), call.modules(function)
+    cotangents = Cotangents(
+        names=dict(enumerate(call.labels())),
+        modules=call.modules(function),
+        held=lambda: call.tensors(function),
+        change=None if seed is None else partial(perturb_all, seed),
+    )
     while bound:
         fills, given = bound.pop(0)
         try:
-            with _perturbed(modules, given.leaves, seed):
-                outcome = run_undoing_mutations(
-                    run,
-                    given,
-                    read=partial(real.read, narrows, padded=fills is not None),
-                    names=names,
-                    modules=modules,
-                    held=lambda: call.tensors(function),
-                    change=None if seed is None else partial(perturb_all, seed),
-                )
+            with _perturbed(cotangents.modules, given.leaves, seed):
+                read = partial(real.read, narrows, padded=fills is not None)
+                outcome = run_undoing_mutations(run, given, cotangents, read)
         except Exception as error:
             if not fills:
                 forgotten = None if fills is None else _forgotten(shape, real, error)

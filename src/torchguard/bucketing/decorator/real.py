@@ -35,8 +35,7 @@ from torchguard.bucketing.decorator.shape import (
 from torchguard.bucketing.decorator.spec import Mask, Spec
 from torchguard.bucketing.dims import declared_at
 from torchguard.bucketing.padding import Side, length_mask
-from torchguard.equivalence.isolate import module_state_restored
-from torchguard.equivalence.outcome import Output
+from torchguard.equivalence.outcome import Output, module_state_restored
 
 # ---- masks and lengths that the caller leaves out ----
 

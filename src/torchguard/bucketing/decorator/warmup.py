@@ -18,8 +18,13 @@ from torchguard.bucketing.decorator.routes import Route, Runner
 from torchguard.bucketing.decorator.shape import AxisSizes, Call, Input, padded, shape_of
 from torchguard.bucketing.decorator.spec import Spec
 from torchguard.bucketing.padding import pad_to_bucket
-from torchguard.equivalence.isolate import module_state_restored, rng_state_restored
-from torchguard.equivalence.outcome import Output, send_backward
+from torchguard.equivalence.outcome import (
+    Cotangents,
+    Output,
+    module_state_restored,
+    rng_state_restored,
+    send_backward,
+)
 from torchguard.errors import PaddingLeakError, is_out_of_memory
 
 # The first call of a CUDA graph warms up, the second records, the third replays.
@@ -162,7 +167,8 @@ def _run_backward_too(caller: Runner, route: Route, call: Call) -> None:
         begun = time.perf_counter()
         # The backward is compiled when it runs for the first time, under the same recompile limit.
         with alone():
-            send_backward([Output(leaf) for leaf in FlatOutput.of(output).leaves], {}, {})
+            leaves = FlatOutput.of(output).leaves
+            send_backward(list(map(Output, leaves)), {}, Cotangents())
         graph.seconds += time.perf_counter() - begun
     graph.warmed_for.add(route.shape.specialization)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import threading
 import warnings
@@ -241,12 +242,18 @@ class Cache:
         self.layers = [Layer()]
 
 
+def add_one(counts: list[int]) -> None:
+    counts.append(1)
+
+
 def test_objects_inside_objects_and_names_of_the_closure_change_once() -> None:
-    cache, calls = Cache(), 0
+    cache, calls, counts = Cache(), 0, list[int]()
+    count = functools.partial(add_one, counts)
 
     def appends_to(x: torch.Tensor, cache: Cache) -> torch.Tensor:
         nonlocal calls
         calls += 1
+        count()
         cache.layers[0].keys.append(x)
         Cache.seen.append(1)
         return torch.cat(cache.layers[0].keys)
@@ -256,7 +263,7 @@ def test_objects_inside_objects_and_names_of_the_closure_change_once() -> None:
     for number in (1, 2):
         found, _ = said(compiled, torch.ones(2), cache)
         assert found.shape == (2 * number,)
-        assert [len(cache.layers[0].keys), calls, len(Cache.seen)] == [number] * 3
+        assert [len(cache.layers[0].keys), calls, len(Cache.seen), len(counts)] == [number] * 4
 
 
 @pytest.mark.parametrize("place", [None, slice(1, None)])

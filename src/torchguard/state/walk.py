@@ -9,26 +9,26 @@ A :class:`Reach` says which kinds a walk opens, and how large a container may be
 :data:`CALL`          what a call or a checkpointed block reaches: its closure, its globals
 ====================  ======================================================================
 
-Nothing is opened inside modules, whose members torch lists itself, inside classes, and inside
-tensors.
+None of these opens modules, whose members torch lists itself, classes, and tensors. A fifth one
+does, in ``verification/undone.py``: what a call compared with Python can change, by path.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchguard import _pytree
+from torchguard._torch import members_of
 from torchguard.state.process import Access, generators_among
 
 ATOMS = {int, float, bool, str, bytes, type(None), complex}
@@ -41,9 +41,30 @@ _BY_KEY = (Mapping, list, tuple, set, frozenset, deque)
 
 # ---- the table ----
 
-Kind: TypeAlias = Literal["container", "optimizer", "object", "bound", "function", "closed"]
+Kind: TypeAlias = Literal[
+    "container", "optimizer", "object", "bound", "function", "module", "class", "tensor", "closed"
+]
 Pairs: TypeAlias = Collection[tuple[Any, Any]]
 """What is in something: (key or name, child)."""
+
+CONTAINERS = (dict, list, deque, set)
+"""Those that can be changed."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which kinds a walk opens, and how many items a container may have."""
+
+    opens: frozenset[Kind]
+    roots: frozenset[Kind] = frozenset()
+    """Kinds that hold an object as the roots do, wherever they are found themselves."""
+
+    most: float = MOST
+    named: tuple[type, ...] = (object,)
+    """Of the globals that a function names, the classes of those that are not functions."""
+
+    is_own: Callable[[Any], bool] = lambda _: True
+    """Whether a function, a class or an object of this class is opened."""
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
@@ -64,33 +85,77 @@ def has_attributes(node: Any) -> bool:
 _STATELESS = (nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType)
 
 
-def _kind_and_inside(node: Any) -> tuple[Kind, Pairs]:
+def _kind_and_inside(node: Any, reach: Reach) -> tuple[Kind, Pairs]:
     for classes, kind, inside in _TABLE:
         if isinstance(node, classes):
-            return kind, inside(node)
+            if kind == "optimizer" and kind not in reach.opens:
+                return "object", inside(node, reach)
+            return kind, inside(node, reach) if kind in reach.opens else ()
     found = children(node)
     if found is not None:
         return "container", found
-    return ("object", vars(node).items()) if hasattr(node, "__dict__") else ("closed", ())
+    if not hasattr(node, "__dict__") or not reach.is_own(type(node)):
+        return "closed", ()
+    held = vars(node)
+    return "object", ({**held, "__class__": type(node)} if "class" in reach.opens else held).items()
 
 
-def _around(function: FunctionType) -> list[Any]:
+def _around(function: FunctionType, reach: Reach) -> Pairs:
     """Return what a function holds: defaults, what it wraps, its closure, the globals it names."""
-    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found.append(getattr(function, "__wrapped__", None))
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            found.append(cell.cell_contents)
+    wrapped = getattr(function, "__wrapped__", None)
+    found = [] if wrapped is None else [("__wrapped__", wrapped)]
+    if not reach.is_own(function):
+        return found
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    found = [*((f"default {place}", value) for place, value in enumerate(defaults)), *found]
+    found += [(name, cell.cell_contents) for name, cell in cells_of(function).items()]
     owners = function.__globals__
     if str(owners.get("__name__")).partition(".")[0] != "torch":
-        values = (owners.get(name) for name in names_in(function.__code__))
+        values = ((name, owners.get(name)) for name in names_in(function.__code__))
         # Functions only of the same module: a library's would lead to all of that library.
         found += [
-            value
-            for value in values
+            (name, value)
+            for name, value in values
             if isinstance(value, MethodType) or getattr(value, "__globals__", owners) is owners
+            if isinstance(value, (FunctionType, *reach.named))
         ]
     return found
+
+
+def cells_of(function: FunctionType) -> dict[str, CellType]:
+    """Return the cells of a function's closure that are not empty."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in pairs if ": empty>" not in repr(cell)}
+
+
+def _in_partial(node: Any, _: Reach) -> Pairs:
+    given = [(f"args[{place}]", value) for place, value in enumerate(node.args)]
+    named = [(f"keywords[{name!r}]", value) for name, value in node.keywords.items()]
+    return [("func", node.func), *given, *named]
+
+
+def _in_tensor(tensor: Tensor, _: Reach) -> Pairs:
+    return [("grad", tensor.grad)] if tensor.is_leaf and tensor.grad is not None else ()
+
+
+def _in_module(module: nn.Module, _: Reach) -> Pairs:
+    found = {name: part for members in members_of(module) for name, part in members.items()}
+    found |= {name: part for name, part in vars(module).items() if name not in _OF_MODULES}
+    return {**found, "__class__": type(module)}.items()
+
+
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+"""The attributes in which every module keeps members and hooks."""
+
+
+def _in_class(node: type, reach: Reach) -> Pairs:
+    """Return containers that a class holds itself, and its functions."""
+    owners = [each for each in node.__mro__ if reach.is_own(each)]
+    owned = [item for each in owners for item in vars(each).items()]
+    found = {k: v for k, v in owned if isinstance(v, CONTAINERS) and k[:2] != "__"}
+    # Of a method, whether static, of the class, or a property.
+    functions = ((k, getattr(v, "__func__", getattr(v, "fget", v))) for k, v in owned)
+    return {**found, **{k: f for k, f in functions if isinstance(f, FunctionType)}}.items()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,32 +165,20 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *nested)))
 
 
-_TABLE: tuple[tuple[Any, Kind, Callable[[Any], Pairs]], ...] = (
-    ((nn.Module, type, ModuleType), "closed", lambda _: ()),
-    (Optimizer, "optimizer", lambda node: vars(node).items()),
-    (FunctionType, "function", lambda node: list(enumerate(_around(node)))),
-    (MethodType, "bound", lambda node: ((0, node.__self__), (1, node.__func__))),
-    (
-        functools.partial,
-        "bound",
-        lambda node: list(enumerate((node.func, *node.args, *node.keywords.values()))),
-    ),
+_TABLE: tuple[tuple[Any, Kind, Callable[[Any, Reach], Pairs]], ...] = (
+    (nn.Module, "module", _in_module),
+    (type, "class", _in_class),
+    (ModuleType, "closed", lambda *_: ()),
+    (Optimizer, "optimizer", lambda node, _: vars(node).items()),
+    (FunctionType, "function", _around),
+    (MethodType, "bound", lambda node, _: (("self", node.__self__), ("", node.__func__))),
+    (functools.partial, "bound", _in_partial),
+    (Tensor, "tensor", _in_tensor),
 )
 """The kind of these classes, and what is in one; what is left is a container, or an object."""
 
 
 # ---- the walk ----
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Which kinds a walk opens, and how many items a container may have."""
-
-    opens: frozenset[Kind]
-    roots: frozenset[Kind] = frozenset()
-    """Kinds that hold an object as the roots do, wherever they are found themselves."""
-
-    most: float = MOST
 
 
 _DATA: frozenset[Kind] = frozenset({"container"})
@@ -155,17 +208,38 @@ def walk(roots: Iterable[Any], reach: Reach = STATE) -> Iterator[Any]:
         try:
             if limited and isinstance(node, _BY_KEY) and len(node) > reach.most:
                 continue
-            kind, inside = _kind_and_inside(node)
+            kind, inside = _kind_and_inside(node, reach)
         except Exception:
             if not limited:
                 raise
             # Of a class of the program's, which can't say what is in it.
             kind, inside = "object", getattr(node, "__dict__", {}).items()
-        if kind == "optimizer" and kind not in reach.opens:
-            kind = "object"
         if kind in reach.opens and (may_open or kind != "object"):
             opens = kind in reach.roots or (may_open and kind != "object")
             waiting.extend((child, opens) for _, child in inside)
+
+
+def paths(roots: Mapping[str, Any], reach: Reach) -> Iterator[tuple[str, Any]]:
+    """Yield by path everything inside of the roots, ``ATOMS`` too, but not what is in sets.
+
+    What is reached twice is opened once.
+    """
+    seen: dict[int, Any] = {}
+    waiting = deque(roots.items())
+    while waiting:
+        path, node = waiting.popleft()
+        yield path, node
+        if type(node) in ATOMS or id(node) in seen or isinstance(node, (set, frozenset)):
+            continue
+        seen[id(node)] = node
+        if isinstance(node, _BY_KEY) and len(node) > reach.most:
+            continue
+        kind, inside = _kind_and_inside(node, reach)
+        for key, child in inside if kind in reach.opens else ():
+            step = f".{key}" if key else ""
+            if kind == "container":
+                step = f"[{key!r}]" if type(key) in ATOMS else f"[{type(key).__name__}]"
+            waiting.append(((path + step).lstrip("."), child))
 
 
 def tensors_among(values: Iterable[Any], reach: Reach = STATE) -> list[Tensor]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from torchguard._absent import ABSENT
 from torchguard._torch import base_of
-from torchguard._torch.eager import members_of
 from torchguard.equivalence.compare import PYTHON, Difference, judge
 from torchguard.equivalence.outcome import (
     Cotangents,
@@ -31,12 +29,9 @@ from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers
 from torchguard.state.process import GENERATORS, ThreadModes
 from torchguard.state.tensors import Gradients, capture
-from torchguard.state.walk import ATOMS, MOST, children, has_attributes, names_in
+from torchguard.state.walk import ATOMS, CONTAINERS, Kind, Reach, cells_of, has_attributes, paths
 
-_CONTAINERS = (dict, list, deque, set)
 _PLAIN = (*ATOMS, torch.dtype, torch.device, torch.Size)
-_OF_MODULES = vars(torch.nn.Module()).keys() - {"training"}
-"""The attributes in which every module keeps members and hooks."""
 
 
 class Run(NamedTuple):
@@ -62,7 +57,7 @@ class Reached:
         except (TypeError, ValueError):
             given = {"args": args, "kwargs": kwargs}
         self._roots = {"self" if called is not function else "": function, **given}
-        nodes = list(_walk(self._roots))
+        nodes = list(paths(self._roots, PROGRAM))
         self.before = dict(_leaves(nodes))
         self._nodes = [node for _, node in nodes]
         tensors = {id(n): (path, n) for path, n in reversed(nodes) if isinstance(n, torch.Tensor)}
@@ -103,7 +98,7 @@ class Reached:
             results: dict[str, Any] = {}
 
             def read(returned: Any) -> tuple[None, list[Output]]:
-                results.update(_leaves(_walk({"result": returned})))
+                results.update(_leaves(paths({"result": returned}, PROGRAM)))
                 return None, list(map(Output, results.values()))
 
             given = Given(self.tensors, args, kwargs, sources)
@@ -113,7 +108,7 @@ class Reached:
                 return Run(self, left, {}, {}, {})
             results = {path: _copied(leaf) for path, leaf in results.items()}
             written = {id(self.tensors[place]): count for place, count in left.writes.items()}
-            now = dict(_leaves(_walk(self._roots)))
+            now = dict(_leaves(paths(self._roots, PROGRAM)))
             state = {
                 path: _copied(now.get(path, ABSENT))
                 for path in {**self.before, **now}
@@ -130,10 +125,12 @@ class Reached:
         saved = [capture(each, data=True, autograd=True) for each in self.tensors]
         histories = [each.grad_fn for each in self.tensors]
         gradients = Gradients(self.tensors)
-        held = [each for each in self._nodes if isinstance(each, (*_CONTAINERS, *GENERATORS))]
+        held = [each for each in self._nodes if isinstance(each, (*CONTAINERS, *GENERATORS))]
         held += [vars(each) for each in self._nodes if _is_object(each)]
         containers = Containers(held, skip=self.tensors, data=False)
-        cells = [cell for each in self._nodes for cell in _cells(each).values()]
+        functions = [each for each in self._nodes if isinstance(each, FunctionType)]
+        own = [each for each in functions if not _is_of_library(each)]
+        cells = [cell for each in own for cell in cells_of(each).values()]
         contents = [cell.cell_contents for cell in cells]
 
         def restore() -> None:
@@ -206,77 +203,6 @@ def _comparable(leaf: Any) -> Any:
 # ---- what can be reached ----
 
 
-def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield by path everything that can be reached; what is reached twice is opened once."""
-    seen: dict[int, Any] = {}
-    waiting = deque(roots.items())
-    while waiting:
-        path, node = waiting.popleft()
-        yield path, node
-        if type(node) not in ATOMS and id(node) not in seen:
-            seen[id(node)] = node
-            waiting.extend(((path + step).lstrip("."), part) for step, part in _inside(node))
-
-
-def _inside(node: Any) -> list[tuple[str, Any]]:
-    """Return how Python reaches what an object holds."""
-    if isinstance(node, torch.Tensor):
-        return [(".grad", node.grad)] if node.is_leaf and node.grad is not None else []
-    if isinstance(node, MethodType):
-        return [(".self", node.__self__), ("", node.__func__)]
-    if (
-        isinstance(node, (*_CONTAINERS, tuple)) and len(node) > MOST
-    ):  # data, of which the length is compared
-        return []
-    parts: dict[str, Any] = {}
-    if isinstance(node, type):
-        owners = [each for each in node.__mro__ if not _is_of_library(each)]
-        owned = [item for each in owners for item in vars(each).items()]
-        parts = {k: v for k, v in owned if isinstance(v, _CONTAINERS) and k[:2] != "__"}
-        parts |= {k: f for k, v in owned if isinstance(f := _function_in(v), FunctionType)}
-    elif isinstance(node, FunctionType):
-        parts = _held_by(node)
-    elif isinstance(node, torch.nn.Module):
-        parts = {name: part for members in members_of(node) for name, part in members.items()}
-        parts |= {name: part for name, part in vars(node).items() if name not in _OF_MODULES}
-        parts["__class__"] = type(node)
-    elif not isinstance(node, (set, frozenset)) and (inside := children(node)) is not None:
-        return [(f"[{k!r}]" if type(k) in ATOMS else f"[{type(k).__name__}]", v) for k, v in inside]
-    elif _is_object(node):
-        parts = {**vars(node), "__class__": type(node)}
-    return [(f".{name}", part) for name, part in parts.items()]
-
-
-def _function_in(member: Any) -> Any:
-    """Return the function of a method, whether static, of the class, or a property."""
-    return getattr(member, "__func__", getattr(member, "fget", member))
-
-
-def _held_by(function: FunctionType) -> dict[str, Any]:
-    """Return by name what a function of the program holds, or one that wraps such a function."""
-    wrapped = getattr(function, "__wrapped__", None)
-    found: dict[str, Any] = {} if wrapped is None else {"__wrapped__": wrapped}
-    if _is_of_library(function):
-        return found
-    owners = function.__globals__
-    for name in names_in(function.__code__):
-        value = owners.get(name)
-        of_file = isinstance(value, FunctionType) and value.__globals__ is owners
-        if of_file or isinstance(value, (torch.Tensor, torch.nn.Module, type, *_CONTAINERS)):
-            found[name] = value
-    found |= {name: cell.cell_contents for name, cell in _cells(function).items()}
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return found | {f"default {place}": value for place, value in enumerate(defaults)}
-
-
-def _cells(function: Any) -> dict[str, Any]:
-    """Return the cells of a function's closure that are not empty."""
-    if not isinstance(function, FunctionType) or _is_of_library(function):
-        return {}
-    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in pairs if repr(cell).find(": empty>") < 0}
-
-
 def _is_object(node: Any) -> bool:
     return has_attributes(node) and not _is_of_library(type(node))
 
@@ -290,6 +216,17 @@ def _is_of_library(node: Any) -> bool:
     return str(owner).partition(".")[0] in {"torch", "torchguard", *sys.stdlib_module_names}
 
 
+_ALL: frozenset[Kind] = frozenset(
+    {"container", "object", "bound", "function", "module", "class", "tensor"}
+)
+PROGRAM = Reach(
+    _ALL,
+    named=(torch.Tensor, torch.nn.Module, type, *CONTAINERS),
+    is_own=lambda node: not _is_of_library(node),
+)
+"""What a call can change: all that the program holds, and nothing inside of libraries."""
+
+
 def _leaves(nodes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield what is compared of each object itself: its value, its length, or its class."""
     for path, node in nodes:
@@ -297,7 +234,7 @@ def _leaves(nodes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield path, node
         elif isinstance(node, (set, frozenset)) and ATOMS.issuperset(map(type, node)):
             yield path, frozenset(node)
-        elif isinstance(node, (*_CONTAINERS, tuple)):
+        elif isinstance(node, (*CONTAINERS, tuple)):
             yield f"len({path})", len(node)
         else:
             yield path, type(node).__qualname__

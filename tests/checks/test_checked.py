@@ -232,7 +232,9 @@ def test_a_tensor_is_no_sequence_in_a_scope_and_after_it() -> None:
     assert use() == plain
 
 
-def test_a_nested_list_of_other_lengths_is_torchs_error() -> None:
+def test_what_is_no_index_is_torchs_error() -> None:
     with torchguard.guarded("checks"), pytest.raises(Exception) as raised:  # noqa: PT011  torch's, or ours
         torch.zeros(3, 3)[[[1, 2], [0]], BAD]
     assert "inhomogeneous" not in str(raised.value)
+    with torchguard.guarded("checks"), pytest.raises(TypeError, match="tuple of Tensors, not None"):
+        X.index_put(cast(Any, None), torch.ones(()))

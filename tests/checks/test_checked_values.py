@@ -88,6 +88,12 @@ CASES = (
     Case("x[..., index, None]", lambda i: rows().T[..., i, None], WRAPS, (-N, N - 1)),
     Case("x[index] = v", set_rows, WRAPS, (-N, N - 1)),
     Case("index_put", lambda i: rows().index_put((i,), torch.ones(())), WRAPS, (-N, N - 1)),
+    Case(
+        "index_put, all by name",
+        lambda i: torch.index_put(input=rows(), indices=(i,), values=torch.ones(())),
+        WRAPS,
+        (-N, N - 1),
+    ),
     Case("index_add", along("index_add", like), BOTH),
     Case("index_copy", along("index_copy", like), BOTH),
     Case("index_copy_", along("index_copy_", like), BOTH),

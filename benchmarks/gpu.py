@@ -79,21 +79,18 @@ PIECES = (
 # fmt: on
 
 
-def pieces_of(only: str | None, skip: str | None) -> list[Piece]:
+def pieces_of(only: str | None) -> list[Piece]:
     """Choose by letters of parts and names of benchmarks, separated by commas.
 
     Raises:
         ValueError: there is no such part and no such benchmark.
     """
     known = {*PARTS, *(piece.name for piece in PIECES)}
-    wanted, unwanted = (
-        {name.strip() for name in (given or "").split(",")} - {""} for given in (only, skip)
-    )
-    for unknown in sorted((wanted | unwanted) - known):
+    wanted = {name.strip() for name in (only or "").split(",")} - {""}
+    for unknown in sorted(wanted - known):
         names = ", ".join(piece.name for piece in PIECES)
         raise ValueError(f"{unknown!r} is neither a part ({', '.join(PARTS)}) nor one of {names}")
-    left = [piece for piece in PIECES if not {piece.part, piece.name} & unwanted]
-    return [piece for piece in left if {piece.part, piece.name} & (wanted or known)]
+    return [piece for piece in PIECES if {piece.part, piece.name} & (wanted or known)]
 
 
 def limit_of(piece: Piece, left: Iterable[Piece], seconds: float) -> float:
@@ -241,7 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     help_ = "go on where a call stopped"
     where.add_argument("--continue", type=Path, dest="go_on", metavar="DIR", help=help_)
     parser.add_argument("--only", metavar="NAMES", help="parts or benchmarks: a,c or end_to_end")
-    parser.add_argument("--skip", metavar="NAMES", help="likewise, those to leave out")
     help_ = "of a copy of the checkout that is no git repository"
     parser.add_argument("--revision", metavar="COMMIT", help=help_)
     help_ = "the same list with tiny sizes and without inductor, on a CPU or on cuda"
@@ -263,7 +259,7 @@ def main(arguments: Sequence[str] | None = None, *, began: float | None = None) 
     if go_on and not there:
         parser.error(f"--continue {out}: there is no {RESULTS} to go on with")
     try:
-        pieces = pieces_of(options.only, options.skip)
+        pieces = pieces_of(options.only)
     except ValueError as error:
         parser.error(str(error))
     device, quick = options.rehearse or "cuda", options.rehearse is not None

@@ -47,6 +47,10 @@ _ERRORS = {
 }
 
 
+_aminmax = original_of(torch.aminmax)
+"""Not what the guard "out" has put there: this ``out=`` is ours."""
+
+
 class Site(NamedTuple):
     """One checked argument of one call."""
 
@@ -216,7 +220,7 @@ def _noted(site: Site, values: torch.Tensor, unread: Any) -> torch.Tensor:
     # A tensor in both places: of a number torch would make one, by one more kernel.
     read = looked_at(site, values, None) if unread is None else torch.where(unread, inside, values)
     seen = read.new_empty(2)  # in one tensor, so that one call that waits is read by one copy
-    torch.aminmax(read, out=tuple(seen))
+    _aminmax(read, out=tuple(seen))
     flags.keep([site], seen)
     return inside if unread is None else torch.where(unread, values, inside)
 

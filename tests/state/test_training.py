@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -132,3 +133,47 @@ def test_each_kind_is_copied_changed_and_restored(name: str) -> None:
         assert program.shown() != before
         saved.restore()
         assert program.shown() == before
+
+
+Change = Callable[[torch.optim.Optimizer], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "spoil"),
+    [
+        (lambda o: o.param_groups[0].update(lr=0.5), lambda o: o.param_groups[0].update(lr=1.0)),
+        (lambda o: o.param_groups[0].update(new=1), lambda o: o.param_groups[0].pop("new")),
+        (lambda o: vars(o).update(renamed=vars(o).pop("mark")), lambda o: delattr(o, "renamed")),
+        (lambda o: o.options["deep"].append(3), lambda o: o.options["deep"].clear()),
+        (lambda o: o.options.move_to_end("first"), lambda o: o.options.move_to_end("deep")),
+        (lambda o: o.param_groups[0]["params"].reverse(), lambda o: o.param_groups.pop()),
+        (
+            lambda o: o.add_param_group({"params": [torch.ones(1, requires_grad=True)]}),
+            lambda o: o.param_groups[1].update(lr=9.0),
+        ),
+        (lambda o: setattr(o, "values", torch.ones(2)), lambda o: o.values.zero_()),
+        (lambda o: setattr(o, "array", np.ones(2)), lambda o: o.array.fill(0)),
+    ],
+)
+def test_what_changes_between_two_blocks_is_seen_in_the_second(
+    change: Change, spoil: Change
+) -> None:
+    """A snapshot of an optimizer is kept as long as it is current."""
+    optimizer: Any = torch.optim.SGD([torch.ones(1, requires_grad=True) for _ in range(2)], 0.1)
+    optimizer.options, optimizer.mark = OrderedDict(first=1, deep=[1, 2]), object()
+    training = TrainingState((), (optimizer,), (), ())
+
+    def now() -> str:
+        shown = {key: value for key, value in vars(optimizer).items() if "hook" not in key}
+        return repr(shown)
+
+    for _ in range(2):
+        assert training.snapshot_of(optimizer) is training.snapshot_of(optimizer)
+    change(optimizer)
+    before = now()
+    for _ in range(2):  # the second time of what was kept after the first
+        saved = training.capture()
+        spoil(optimizer)
+        assert now() != before
+        saved.restore()
+        assert now() == before

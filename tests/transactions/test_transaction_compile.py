@@ -235,7 +235,7 @@ def test_an_optimizer_is_not_taken_for_a_compiled_one_whose_id_it_has_got() -> N
     compiled, later = (torch.optim.SGD(other.parameters(), lr=0.1) for _ in range(2))
     other(torch.ones(1, 2)).sum().backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchguard.transactions.block.id", lambda _: 7, raising=False)
+        patch.setattr("torchguard.transactions.hooks.id", lambda _: 7, raising=False)
         torch.compile(compiled.step, backend="eager")()
         new = torchguard.transaction(other, later)
         with new, torch.no_grad():

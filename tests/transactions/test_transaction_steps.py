@@ -121,7 +121,7 @@ def test_the_hooks_of_optimizers_go_with_the_last_transaction(
 ) -> None:
     """Optimizers are watched while there is a transaction, and cost nothing after it."""
     for name in ("_alive", "_watching"):  # transactions of other tests may live on
-        monkeypatch.setattr(f"torchguard.transactions.block.{name}", [])
+        monkeypatch.setattr(f"torchguard.transactions.hooks.{name}", [])
     before = len(_global_optimizer_pre_hooks)
     model = nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), 0.1)

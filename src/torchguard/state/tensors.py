@@ -453,9 +453,16 @@ class Elements:
     Args:
         tensors: which tensors; each is copied once.
         reuse: an earlier snapshot of the same tensors, which is not needed any more.
+        counted: those whose version counters are restored, too; by default all.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], reuse: Elements | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        reuse: Elements | None = None,
+        *,
+        counted: list[Tensor] | None = None,
+    ) -> None:
         self._given = list(tensors)
         self._bulk: Bulk
         self._others: list[Tensor]
@@ -466,7 +473,8 @@ class Elements:
             plain, self._others = parted(self._given, fills_its_memory)
             self._bulk = Bulk(plain)
         self._saved = [capture(each, data=True) for each in self._others]
-        self._versions = versions_of(self._bulk.tensors)
+        self._counted = self._bulk.tensors if counted is None else counted
+        self._versions = versions_of(self._counted)
         self._copies: list[Tensor] | None = self._bulk.copy(memory)
 
     def _is_of(self, tensors: list[Tensor]) -> bool:
@@ -477,7 +485,7 @@ class Elements:
         """Write the elements into the same tensors, and restore their version counters."""
         if self._copies is not None:
             self._bulk.restore(self._copies)
-        restore_versions(self._bulk.tensors, self._versions)
+        restore_versions(self._counted, self._versions)
         for saved in self._saved:
             saved.restore()
 

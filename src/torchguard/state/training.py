@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,8 @@ class TrainingState:
     """Optimizers that others hold, such as that of float32 copies, each with the one it is in."""
 
     _survey: _Survey | None = field(default=None, init=False)
+    _kept: dict[Optimizer, OptimizerSnapshot] = field(default_factory=dict, init=False)
+    """The last snapshot of each optimizer."""
 
     def __post_init__(self) -> None:
         self.inside = {
@@ -114,6 +117,13 @@ class TrainingState:
                 yield from (*each.parameters(), *each.buffers())
             elif isinstance(each, Tensor):
                 yield each
+
+    def snapshot_of(self, optimizer: Optimizer) -> OptimizerSnapshot:
+        """Return a snapshot of an optimizer; the last one if nothing was replaced."""
+        last = self._kept.get(optimizer)
+        if last is None or not last.is_current() or last.state is not state_of(optimizer):
+            last = self._kept[optimizer] = OptimizerSnapshot(optimizer)
+        return last
 
     def capture(self, *, parameters: bool = False) -> TrainingSnapshot:
         """Take a snapshot; with ``parameters``, of those and the optimizers' state too."""
@@ -226,11 +236,14 @@ class TrainingSnapshot:
         self._training = training
         self._survey = survey
         self._modules = survey.modules.snapshot()
-        self.optimizers = {id(each): OptimizerSnapshot(each) for each in training.all_optimizers()}
-        self._others = Containers(map(vars, training.others), into=has_state)
+        optimizers = training.all_optimizers()
+        self.optimizers = {id(each): training.snapshot_of(each) for each in optimizers}
+        others = list(map(vars, training.others))
+        self._others = Containers(others, into=has_state) if others else None
         self._versions = versions_of(survey.metadata.tensors)
         self._hooks_registered = hooks_registered()
         self._requires_grad = survey.flags()
+        self._also = _undos_of(training.also)
         self._gradients = Gradients(survey.all_parameters, data=True, are_leaves=survey.are_leaves)
         self.has_gradients = bool(self._gradients.present)
         self._hung = Hung(survey)
@@ -238,7 +251,6 @@ class TrainingSnapshot:
         self._odd: list[Snapshot] = [
             capture(each, data=parameters) for each in survey.other_parameters
         ]
-        self._also = _undos_of(training.also)
         self._copies: Elements | None = None
         if parameters:
             self.copy_parameters()
@@ -289,7 +301,8 @@ class TrainingSnapshot:
         yield self._modules.restore
         for optimizer in self.optimizers.values():
             yield optimizer.restore
-        yield self._others.restore
+        if self._others is not None:
+            yield self._others.restore
         # Shapes and memory before elements: a copy goes into memory of the old size.
         yield self._restore_metadata
         yield self._gradients.restore
@@ -489,6 +502,10 @@ def is_of_torch(optimizer: Optimizer) -> bool:
     return str(getattr(step, "__module__", "")).startswith("torch.optim.")
 
 
+_KEPT = {dict, OrderedDict, defaultdict}
+"""Classes whose keys and values are what they show."""
+
+
 class OptimizerSnapshot:
     """A snapshot of an optimizer's attributes, options and the keys and numbers of its state.
 
@@ -513,6 +530,26 @@ class OptimizerSnapshot:
         self.attributes: dict[str, Any] = self._containers.copies[0][1]
         held = (groups, *groups, *parameters)
         self._containers.copies += [(each, each.copy()) for each in held]
+        containers = [each for each, _ in self._containers.copies]
+        self._dicts = [each for each in containers if type(each) in _KEPT]
+        self._lists = [each for each in containers if type(each) is list]
+        copied = [*self._containers.tensors, *containers]
+        self._can_be_kept = len(self._dicts) + len(self._lists) == len(copied)
+        self._held = self._now_held()
+
+    def _now_held(self) -> list[Any]:
+        """Return the keys, values and items in the containers, and last how many are in each."""
+        into = chain.from_iterable
+        values = into(map(dict.values, self._dicts))
+        lengths = tuple(map(len, chain(self._dicts, self._lists)))
+        return [*into(self._dicts), *values, *into(self._lists), lengths]
+
+    def is_current(self) -> bool:
+        """Whether everything but the state is as it was; tensors and arrays are copied anew."""
+        if not self._can_be_kept:
+            return False
+        now, before = self._now_held(), self._held
+        return now[-1] == before[-1] and all(map(operator.is_, now[:-1], before))
 
     def restore(self) -> None:
         """Restore them in place."""

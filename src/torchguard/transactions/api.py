@@ -18,7 +18,8 @@ from torchguard.state.tensors import refuse_sparse
 from torchguard.state.training import TrainingState
 from torchguard.training_setup import FirstSteps, StepsOutside, warn_of_parameters
 from torchguard.transactions.accumulation import Accumulation, is_accelerator
-from torchguard.transactions.block import Guarded, NonfiniteGate, Undo
+from torchguard.transactions.block import Guarded, Undo
+from torchguard.transactions.nonfinite import NonfiniteGate
 from torchguard.transactions.ranks import Ranks
 from torchguard.transactions.step import Transaction
 

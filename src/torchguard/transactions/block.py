@@ -1,31 +1,21 @@
-"""An open block of a transaction, and the hooks by which optimizers tell it that they step."""
+"""An open block of a transaction: what it saves, when, and how it ends."""
 
 from __future__ import annotations
 
-import functools
-import sys
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from torchguard._events import record
 from torchguard._pytree import KeyPath
-from torchguard._torch import patch
-from torchguard._torch.dynamo import frame_callback, is_compiling_here, mark_untraced
 from torchguard._torch.eager import (
     call_unseen,
-    call_while_tracing,
     can_make_state,
     has_own_dispatch,
     make_state,
@@ -33,7 +23,6 @@ from torchguard._torch.eager import (
     same_tensors,
     scale_version,
     steps_on_stack,
-    steps_read_global_hooks,
 )
 from torchguard.errors import UnrecoverableStepError, with_causes
 from torchguard.state.process import DeferredSignals, ThreadModes, open_steps, roll_back
@@ -44,11 +33,11 @@ from torchguard.state.training import (
     TrainingState,
     is_of_torch,
     optimizers_of,
+    state_of,
 )
 from torchguard.training_setup import FirstSteps, StepsOutside
+from torchguard.transactions.nonfinite import NonfiniteGate
 from torchguard.transactions.ranks import Ranks
-
-_NAME = "transaction"
 
 Undo = Literal["auto", "copy", "none"]
 
@@ -108,7 +97,7 @@ class Block:
         return 0 if self.guarded.scaler is None else scale_version(self.guarded.scaler)
 
     def open(self) -> None:
-        """Let optimizers call this block."""
+        """Let the hooks of optimizers call this block."""
         changed = self.guarded.training.changed_by_a_step
         open_steps[id(self)] = threading.get_ident(), changed
         opened.append(self)
@@ -206,7 +195,7 @@ class Block:
                 f"{type(optimizer).__name__}, which the transaction was not given, has stepped "
                 "over its parameters: pass every optimizer to transaction()"
             )
-            if self._pending is None and not _is_guarded(optimizer):
+            if self._pending is None and not is_guarded(optimizer):
                 self.guarded.outside.say_once("optimizer-not-given", self._foreign)
 
     # The end of the block.
@@ -338,6 +327,15 @@ def _raised_in(exception: BaseException, owner: Any) -> bool:
     )
 
 
+opened: list[Block] = []
+"""Blocks that are open, of all threads."""
+
+
+def is_guarded(optimizer: Optimizer) -> bool:
+    """Whether a block is open whose transaction has an optimizer."""
+    return any(optimizer in block.guarded.training.all_optimizers() for block in tuple(opened))
+
+
 # --- one optimizer.step() ---
 
 
@@ -386,15 +384,15 @@ class OptimizerStep:
         self.copies: Elements | None = None
         if copies:
             every = (optimizer, *inside)
-            snapshots = list(map(OptimizerSnapshot, every))
             # PyTorch's steps write no options and no attributes, other libraries' may.
             self._states = [
-                saved.state if is_of_torch(each) else saved
-                for each, saved in zip(every, snapshots, strict=True)
+                state_of(each) if is_of_torch(each) else OptimizerSnapshot(each) for each in every
             ]
-            written = [p for each in every for group in each.param_groups for p in group["params"]]
-            written += [tensor for saved in snapshots for tensor in saved.state.held]
-            self.copies = Elements(written, reuse)
+            trained = [p for each in every for group in each.param_groups for p in group["params"]]
+            held = [tensor for each in every for tensor in state_of(each).held]
+            # The version counters of moments go on: no graph saves a moment, and to read them takes
+            # a fifth of the time.
+            self.copies = Elements([*trained, *held], reuse, counted=trained)
         elif fused and _lacks_state(optimizer):
             _make_whole_state(optimizer)
 
@@ -471,242 +469,3 @@ def _make_whole_state(optimizer: Optimizer) -> None:
     except BaseException:
         roll_back(before.restore)
         raise
-
-
-# --- a step that is skipped ------------------------------------------------------------------
-
-
-class NonfiniteGate:
-    """Takes the gradients away for one ``optimizer.step()`` if one of them is not finite.
-
-    A parameter without a gradient is left alone by every optimizer of PyTorch.
-    """
-
-    def __init__(self) -> None:
-        self.loss: Tensor | None = None
-        """If it is not finite, the steps of this block are skipped, whatever the gradients."""
-        self.taken_away: list[tuple[Tensor, Tensor]] = []
-        """Parameters and their gradients, during a step that is skipped."""
-        self.skipped = 0
-        """How many steps were skipped."""
-
-    def of_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Look at the gradients, or let the closure do so; return the arguments of the step."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self.before(optimizer)
-        elif len(args) > 1:
-            args = (args[0], self.after_closure(optimizer, closure), *args[2:])
-        else:
-            kwargs = {**kwargs, "closure": self.after_closure(optimizer, closure)}
-        return args, kwargs
-
-    def before(self, optimizer: Optimizer) -> None:
-        """Find out whether the step is to be skipped; the host waits for the device."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        present = [(p, p.grad) for p in parameters if p.grad is not None]
-        with torch.no_grad():
-            finite = _all_finite([gradient for _, gradient in present], self.loss)
-        if not finite:
-            self.skipped += 1
-            self.taken_away = present
-            for parameter, _ in present:
-                parameter.grad = None
-
-    def after_closure(self, optimizer: Optimizer, given: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that calls :meth:`before` when it has made the gradients."""
-
-        @functools.wraps(given)
-        def closure() -> Any:
-            loss = given()
-            self.before(optimizer)
-            return loss
-
-        return closure
-
-    def restore_gradients(self) -> None:
-        """Let parameters have the gradients that :meth:`before` took away for a step."""
-        for parameter, gradient in self.taken_away:
-            parameter.grad = gradient
-        self.taken_away = []
-
-
-def _all_finite(gradients: list[Tensor], loss: Tensor | None) -> bool:
-    """Whether loss and gradients are finite, by one question to the device.
-
-    The largest magnitude is finite just if every element is: it does not overflow, as a sum of
-    squares does, and a NaN stays a NaN.
-    """
-    values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-    with_elements = [each for each in values if each.numel() > 0]  # no elements, no norm
-    finite = torch.ones((), dtype=torch.bool) if loss is None else torch.isfinite(loss).all()
-    if with_elements:
-        largest = torch.nn.utils.get_total_norm(with_elements, float("inf"))
-        finite = torch.isfinite(largest) & finite.to(
-            largest.device, non_blocking=not largest.is_cpu
-        )
-    return bool(finite)
-
-
-# --- hooks -----------------------------------------------------------------------------------
-
-opened: list[Block] = []
-"""Blocks that are open, of all threads."""
-_alive: list[weakref.ref[Guarded]] = []
-_watching: list[Any] = []
-
-
-def watch(guarded: Guarded) -> None:
-    """Let optimizers call the blocks of a transaction as long as it lives."""
-    _try_hooks()
-    if torch.cuda.is_initialized():
-        patch.apply(_NAME, {"torch.cuda.CUDAGraph.replay": _note_replay})
-    with patch.lock:  # other threads make transactions too, or collect their last one
-        _alive.append(weakref.ref(guarded, _forget))
-        if any(id(each) in _traced for each in guarded.training.optimizers):
-            while _watching:  # Dynamo traces a step again if it has other hooks
-                _watching.pop().remove()
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(_before_step))
-            _watching.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _forget(_: object) -> None:
-    # Python drops what a finalizer raises and does not call it again, so an interrupt in the middle
-    # would leave hooks for good. One before it leaves a dead reference, for the next.
-    signals = DeferredSignals()
-    try:
-        with patch.lock:
-            _alive[:] = [each for each in _alive if each() is not None]
-            # Collected in the middle of a compilation: Dynamo looks up the hooks that it has seen.
-            # They stay, and do nothing, until the next transaction ends.
-            while not _alive and _watching and not is_compiling_here():
-                _watching.pop().remove()
-            if not _alive:
-                patch.undo(_NAME, leave_conflicts=True)
-    finally:
-        signals.restore_handlers()
-
-
-@functools.cache
-def _try_hooks() -> None:
-    """Raise if on this torch ``optimizer.step()`` does not call its hooks.
-
-    It is not tried where other code has registered hooks, which would see an optimizer of ours.
-    """
-
-    class Innermost(Optimizer):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            pass
-
-    class Outer(Innermost):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            super().step(closure)
-
-    # Each puts the hooks around the step of its class.
-    _, probe = Innermost([torch.zeros(1)], {}), Outer([torch.zeros(1)], {})
-    nested: list[bool] = []
-
-    def note(optimizer: Optimizer, *_: Any) -> None:
-        nested.append(steps_on_stack(optimizer) > 1)
-
-    handles = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
-    try:
-        others = any(len(handle.hooks_dict_ref() or ()) > 1 for handle in handles)
-        if others and steps_read_global_hooks():
-            return
-        probe.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if nested != [False, True, True, False]:
-        raise RuntimeError(
-            f"transaction: on torch {torch.__version__} optimizer.step() does not call its hooks "
-            "as expected, so steps can't be seen: please report it to torchguard"
-        )
-
-
-_traced: set[int] = set()
-"""The ids of optimizers whose step Dynamo has traced. One that is gone may leave its id to another,
-whose transaction has Dynamo trace once more than it needs to."""
-
-
-def _note_compiled(number: int) -> bool:
-    """Note that Dynamo traces the step of an optimizer; return whether blocks refuse it."""
-    _traced.add(number)
-    refused = False
-    for guarded in filter(None, (each() for each in tuple(_alive))):
-        for optimizer in guarded.training.optimizers:
-            if id(optimizer) == number:
-                guarded.compiled.add(optimizer)
-                refused |= guarded.undo == "auto"
-    return refused
-
-
-call_while_tracing(_note_compiled)
-
-
-def _note_replay(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy what a CUDA graph may write, before a block replays it: no hook, no counter tells."""
-
-    def replay(self: Any) -> Any:
-        # torch replays forward and backward passes, which write nothing that is not copied.
-        if opened and not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            for block in tuple(opened):
-                if block.guarded.undo == "auto":
-                    block.snapshot.copy_parameters()
-        return original(self)
-
-    return replay
-
-
-def _refuse_compiled(optimizer: Optimizer) -> None:
-    """Raise in a block that would copy what the step writes when it begins, which it can't see."""
-    for block in tuple(opened):
-        if block.guarded.undo == "auto" and optimizer in block.guarded.training.optimizers:
-            raise TypeError(
-                f"transaction: {type(optimizer).__name__}.step() is compiled, and compiled code "
-                "does not say when a step begins: pass transaction(..., undo='copy'), or leave "
-                "optimizer.step() out of torch.compile"
-            )
-
-
-mark_untraced(_refuse_compiled, "transaction() refuses compiled steps unless undo='copy'")
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling():
-        if _note_compiled(id(optimizer)):
-            _refuse_compiled(optimizer)
-        return None
-    # Behind install() Dynamo leaves frames of torchguard alone, and the break above leads here.
-    if any(optimizer in block.guarded.compiled for block in tuple(opened)) and frame_callback():
-        _refuse_compiled(optimizer)
-    for block in tuple(opened):
-        args, kwargs = block.before_step(optimizer, args, kwargs)
-    return args, kwargs
-
-
-# PyTorch calls this if the step has gone through; it has no hook for a step that raises.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py#L500
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not torch.compiler.is_compiling() or _note_compiled(id(optimizer)):
-        _note_step(optimizer)
-
-
-def _note_step(optimizer: Optimizer) -> None:
-    for block in tuple(opened):
-        block.after_step(optimizer)
-    for each in tuple(_alive):
-        guarded = each()
-        if guarded is not None and guarded.outside.are_looked_for and not _is_guarded(optimizer):
-            guarded.outside.step_ends(guarded.training, optimizer)
-
-
-def _is_guarded(optimizer: Optimizer) -> bool:
-    """Whether a block is open whose transaction has an optimizer."""
-    return any(optimizer in block.guarded.training.all_optimizers() for block in tuple(opened))
-
-
-# Past its limit of recompilations Dynamo runs the one hook, and may still trace the other.
-mark_untraced(_note_step)

@@ -18,7 +18,8 @@ from torchguard.errors import UnrecoverableStepError, add_note
 from torchguard.state.process import DeferredSignals, refuse_inside_step
 from torchguard.training_setup import frozen, warn_of_setup
 from torchguard.transactions.accumulation import is_accumulating
-from torchguard.transactions.block import Block, Guarded, steps_fused, watch
+from torchguard.transactions.block import Block, Guarded, steps_fused
+from torchguard.transactions.hooks import watch
 from torchguard.transactions.resume import load, state_of
 from torchguard.transactions.retry import Retry, run
 from torchguard.transactions.split import Split

@@ -135,7 +135,7 @@ def test_each_kind_is_copied_changed_and_restored(name: str) -> None:
         assert program.shown() == before
 
 
-Change = Callable[[torch.optim.Optimizer], Any]
+Change = Callable[[Any], Any]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,10 @@ Change = Callable[[torch.optim.Optimizer], Any]
     [
         (lambda o: o.param_groups[0].update(lr=0.5), lambda o: o.param_groups[0].update(lr=1.0)),
         (lambda o: o.param_groups[0].update(new=1), lambda o: o.param_groups[0].pop("new")),
-        (lambda o: vars(o).update(renamed=vars(o).pop("mark")), lambda o: delattr(o, "renamed")),
+        (lambda o: setattr(o, "renamed", o.__dict__.pop("mark")), lambda o: delattr(o, "renamed")),
+            lambda o: o.__dict__.update(renamed=o.__dict__.pop("mark")),
+            lambda o: delattr(o, "renamed"),
+        ),
         (lambda o: o.options["deep"].append(3), lambda o: o.options["deep"].clear()),
         (lambda o: o.options.move_to_end("first"), lambda o: o.options.move_to_end("deep")),
         (lambda o: o.param_groups[0]["params"].reverse(), lambda o: o.param_groups.pop()),

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 import torchguard
 from support.small_training import bits, everything
+from torchguard.state.process import named_generators, same_state
+from torchguard.state.walk import walk
 
 dcp: Any = torch.distributed.checkpoint  # whose types leave out what it exports
 STEPS, SAVED_AFTER = 6, 3
@@ -389,3 +391,21 @@ def test_the_state_of_an_optimizer_may_contain_itself() -> None:
         assert "more" not in optimizer.state[model.weight]
         assert (model.weight.tolist(), step.stats().commits) == (before, 2)
         step.state_dict()
+
+
+def test_what_is_written_into_a_state_reaches_no_generator() -> None:
+    """A block compares the generators with states that it keeps."""
+    model = nn.Linear(2, 1)
+    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), 0.1))
+    generators = named_generators().values()
+    before = [copy.deepcopy(read()) for read, _ in generators]
+    for each in list(walk([step.state_dict()["random"]])):
+        if isinstance(each, torch.Tensor):
+            each.zero_()
+        elif isinstance(each, dict):
+            each.clear()
+    with pytest.raises(ZeroDivisionError), step:
+        drawn = random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002, S311
+        raise ZeroDivisionError(drawn)
+    now = [read() for read, _ in generators]
+    assert all(map(same_state, now, before))

@@ -144,9 +144,6 @@ Change = Callable[[Any], Any]
         (lambda o: o.param_groups[0].update(lr=0.5), lambda o: o.param_groups[0].update(lr=1.0)),
         (lambda o: o.param_groups[0].update(new=1), lambda o: o.param_groups[0].pop("new")),
         (lambda o: setattr(o, "renamed", o.__dict__.pop("mark")), lambda o: delattr(o, "renamed")),
-            lambda o: o.__dict__.update(renamed=o.__dict__.pop("mark")),
-            lambda o: delattr(o, "renamed"),
-        ),
         (lambda o: o.options["deep"].append(3), lambda o: o.options["deep"].clear()),
         (lambda o: o.options.move_to_end("first"), lambda o: o.options.move_to_end("deep")),
         (lambda o: o.param_groups[0]["params"].reverse(), lambda o: o.param_groups.pop()),
@@ -162,7 +159,8 @@ def test_what_changes_between_two_blocks_is_seen_in_the_second(
     change: Change, spoil: Change
 ) -> None:
     """A snapshot of an optimizer is kept as long as it is current."""
-    optimizer: Any = torch.optim.SGD([torch.ones(1, requires_grad=True) for _ in range(2)], 0.1)
+    parameters = [torch.tensor([value], requires_grad=True) for value in (1.0, 2.0)]
+    optimizer: Any = torch.optim.SGD(parameters, 0.1)
     optimizer.options, optimizer.mark = OrderedDict(first=1, deep=[1, 2]), object()
     training = TrainingState((), (optimizer,), (), ())
 

@@ -47,7 +47,7 @@ def test_a_lazy_view_is_copied_with_its_bit(name: str) -> None:
     """The copy has the same values, bits, strides and history, in memory of its own."""
     original = LAZY[name]()
     assert why_not_copied([original]) is None
-    (copy,) = copy_inputs([original]).values
+    (copy,) = copy_inputs([original])
     assert torch.equal(copy.resolve_conj().resolve_neg(), original.resolve_conj().resolve_neg())
     for one in ("is_conj", "is_neg", "is_inference", "stride", "storage_offset"):
         assert getattr(copy, one)() == getattr(original, one)()

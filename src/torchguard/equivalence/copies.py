@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -33,6 +33,7 @@ from torchguard.equivalence.outcome import (
     isolated,
     outcome,
     saving_copies,
+    sources_of,
 )
 from torchguard.equivalence.reference import reference_of
 from torchguard.state.process import autocast_devices
@@ -48,14 +49,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = (bool, int, float, complex, type(None))
 _SMALL = 2**16  # bytes
 _AT_ONCE = 2**23  # bytes
-
-
-class Copies(NamedTuple):
-    """The inputs of one run, and where their gradients arrive."""
-
-    values: list[Any]
-    sources: list[Any]
-    """For each value a tensor, taken before the run writes to it, or None."""
 
 
 def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -119,20 +112,13 @@ def copy_inputs(
     values: Sequence[Any],
     cast: Cast | None = None,
     storages: dict[_Key, torch.UntypedStorage] | None = None,
-) -> Copies:
+) -> list[Any]:
     """Copy the inputs of a call, for which :func:`why_not_copied` returns None.
 
     Storages that are given are copies already, and those that are made are put there.
     """
     copier = _Copier(cast, {} if storages is None else storages)
-    copies = [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
-    return Copies(copies, [_gradient_source(copy) for copy in copies])
-
-
-def _gradient_source(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
-        return None
-    return value if value.is_leaf else torch.autograd.graph.get_gradient_edge(value)
+    return [copier.copy(value) if isinstance(value, torch.Tensor) else value for value in values]
 
 
 _Key: TypeAlias = tuple[str, int, int]
@@ -253,9 +239,8 @@ def run_on_copies(
         storages, reference.spare = reference.spare, {}
     copies = copy_inputs(given, cast, storages)
     if change is not None:
-        change(copies.values)
-    with _holding(owned, copies.values):
-        copies.sources[: len(owned)] = [each if each.requires_grad else None for each in owned]
+        change(copies)
+    with _holding(owned, copies):
         if reference is not None:
             overwrite_free_memory([*reference.outputs, *reference.gradients.values()])
         scope = within or contextlib.nullcontext()
@@ -352,7 +337,7 @@ def _holding(owned: Sequence[torch.Tensor], copies: list[Any]) -> Iterator[None]
 
 def _outcome(
     function: Callable[..., Any],
-    copies: Copies,
+    copies: list[Any],
     owned: Sequence[torch.Tensor],
     change: Change | None,
     within: contextlib.AbstractContextManager[Any],
@@ -363,17 +348,17 @@ def _outcome(
     called = function
     if isinstance(function, fx.GraphModule):
         called = reference_of(function, warns=False)
-    values, count = copies.values[len(owned) :], len(owned)
-    sources = {place: each for place, each in enumerate(copies.sources) if each is not None}
-    given = Given([*owned, *values], values, {}, sources)
+    values, count = copies[len(owned) :], len(owned)
+    held = {place: each for place, each in enumerate(owned) if each.requires_grad}
+    given = Given([*owned, *values], values, {}, {**sources_of(copies), **held})
     cotangents = Cotangents(mixed=True, change=change)
     with isolated(), within, saving_copies() if keeps else contextlib.nullcontext():
         found = outcome(called, given, cotangents, _read)
-        found.inputs, found.outputs = copies.values, [each.value for each in found.outputs]
+        found.inputs, found.outputs = copies, [each.value for each in found.outputs]
         found.mutated = frozenset(place for place in found.writes if place >= count)
         if found.error is None:
             with without_torch_function():
-                found.sharing = sharing_of(copies.values, found.outputs)
+                found.sharing = sharing_of(copies, found.outputs)
     return found
 
 

@@ -66,6 +66,16 @@ class Given(NamedTuple):
     graph in place of the caller's tensors, lest a gradient runs on into what made these."""
 
 
+def sources_of(values: Iterable[Any]) -> dict[int, Any]:
+    """Return by position where gradients of tensors arrive, whatever is written to them later."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return {
+        place: value if value.is_leaf else edge(value)
+        for place, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    }
+
+
 class Output(NamedTuple):
     """A leaf of what a function returns."""
 

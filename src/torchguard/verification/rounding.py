@@ -49,7 +49,7 @@ def right_in_double(
         if eager.error is not None or eager.backward_error is not None:
             return False
         with compiling_outside_dynamo(), rng_state_restored():
-            compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider).values)
+            compiled = compiler(copy_graph(wide), copy_inputs(inputs, _wider))
         again = run_on_copies(compiled, inputs, cast=_wider, within=within_compiled)
         return all(each.small for each in judge(eager, again, COMPILING))
     except Exception:  # noqa: BLE001 - then nothing has shown that it is right
@@ -113,7 +113,7 @@ def exact(
     if wide is None:
         return None
     try:
-        copies = copy_inputs([*owned, *inputs], _wider).values if owned else inputs
+        copies = copy_inputs([*owned, *inputs], _wider) if owned else inputs
         _own(wide, owned, copies)
         held, given = copies[: len(owned)], copies[len(owned) :]
         return run_on_copies(wide, given, held, cast=_wider, within=within)

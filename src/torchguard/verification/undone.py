@@ -24,6 +24,7 @@ from torchguard.equivalence.outcome import (
     outcome,
     rng_state_restored,
     saving_copies,
+    sources_of,
 )
 from torchguard.equivalence.perturb import not_by_rounding
 from torchguard.state.containers import Containers
@@ -87,10 +88,7 @@ class Reached:
             scope.enter_context(module_state_restored(modules))
             scope.enter_context(rng_state_restored())
             scope.callback(self._snapshot())
-            # A tensor with a history may get another one by the call.
-            edge = torch.autograd.graph.get_gradient_edge
-            pairs = [(place, t) for place, t in enumerate(self.tensors) if t.requires_grad]
-            sources = {place: t if t.is_leaf else edge(t) for place, t in pairs}
+            sources = sources_of(self.tensors)
             if change is not None:
                 change(self.tensors)
             if keeps:

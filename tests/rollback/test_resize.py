@@ -214,7 +214,7 @@ def test_equals_torch_or_changes_nothing(kind: Kind, operation: str, way: Way) -
             same_text = type(error) is not RuntimeError or str(error) == str(ours.error)
             if type(ours.error) is not type(error) or not same_text:
                 wrong.append(f"{number}: torch raises {error!r}, here {ours.error!r}")
-            if changed:
+            if changed and kind not in kinds.COMPRESSED_KINDS:  # a limit that the page names
                 wrong.append(f"{number}: {changed}")
     if wrong:  # not an assertion, which would show all of this twice
         pytest.fail("\n".join(wrong), pytrace=False)

@@ -314,7 +314,7 @@ def safe_resize_(
     and every other alias of the storage are restored.
 
     Args:
-        tensor: any tensor; a sparse COO or nested one has nothing to restore and is passed through.
+        tensor: any tensor; a sparse or nested one is passed on to PyTorch, and is not restored.
         *sizes: the new size, as integers or as one sequence of integers.
         size: the same by name.
         memory_format: as for ``Tensor.resize_``.

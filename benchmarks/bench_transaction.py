@@ -92,9 +92,8 @@ def memory(which: str, name: str, device: str) -> dict[str, int]:
     """Count what a block holds when its optimizer has stepped, next to what a deep copy holds."""
     net, optimizer = trained(which, name, device)
     step = torchguard.transaction(net, optimizer)
-    for _ in range(
-        3
-    ):  # the second ends the checks of first steps, and the third finds what is kept
+    # The second block ends the checks of first steps, and the third finds what is kept.
+    for _ in range(3):
         held = held_bytes(step.__enter__, device)
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)

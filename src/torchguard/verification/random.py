@@ -78,6 +78,7 @@ class Draw(NamedTuple):
 
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 _TORCHS = {"aten", "prims"}
+_NARROW = {torch.float16, torch.bfloat16}
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -124,6 +125,8 @@ class CompiledDraws(SeesEveryOperator):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[Draw] = Counter()
+        self.narrow = False
+        """Whether an operator that is left to eager has drawn in half precision."""
         self._seeds, self._first, self._late = seeds, first, late
         self._seeds_by_state: dict[bytes, torch.Tensor] = {}
 
@@ -157,6 +160,9 @@ class CompiledDraws(SeesEveryOperator):
             return self._seeds_by_state[_key(args[0])].clone()
         if isinstance(func, OPERATOR_CLASSES) and draws(func, args, kwargs):
             self.seed_generator(schema_of(func).name, device_of(args, kwargs))
+            result = func(*args, **kwargs)
+            self.narrow |= _dtype_of(result) in _NARROW
+            return result
         return func(*args, **kwargs)
 
     def _saved(self, func: Any, drawing: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +194,8 @@ class _Drawn(NamedTuple):
     """The function of the program; a mode that notes it is not called in a backward."""
     dtypes: list[torch.dtype | None]
     """Of the arguments of the operator."""
-    by_inductor: bool = False
-    """Whether inductor's own code draws: in float32, also for narrower dtypes."""
+    in_float32: bool = False
+    """Whether compiled code draws it in float32, also for narrower dtypes."""
 
 
 # The seed of a generator is the count of what was drawn so far, seeds and other draws. So a block
@@ -276,8 +282,7 @@ class EagerDraws(SeesEveryOperator):
         finally:
             if is_new:
                 self.counts += drawn.counts
-                by_inductor = any(each.is_seed for each in drawn.counts)
-                self._drawn[place] = now._replace(by_inductor=by_inductor)
+                self._drawn[place] = now._replace(in_float32=not drawn.narrow)
             used = sum(
                 count * (1 if each.is_seed else _CALLS) for each, count in drawn.counts.items()
             )
@@ -302,7 +307,7 @@ class EagerDraws(SeesEveryOperator):
         is_mask = target is aten.native_dropout.default
         wanted = [1] if is_mask else range(len(filled))
         # Fused code may leave a number as it was drawn, so that is what both are compared with.
-        unrounded = bool(self._like) and now.by_inductor and not is_mask
+        unrounded = bool(self._like) and now.in_float32 and not is_mask
         numbers = self._alone(drawn, target, given, dtypes, wanted, unrounded=unrounded)
         for tensor, value in zip(filled, numbers, strict=not self.problem):
             # A mask that has become one of floats: whatever scales it scales the reference too.
@@ -330,9 +335,9 @@ class EagerDraws(SeesEveryOperator):
         pairs = itertools.zip_longest((*args, *kwargs.values()), dtypes)
         values = list(itertools.starmap(_cast, pairs))
         if unrounded:
-            narrow = torch.float16, torch.bfloat16
             values = [
-                _cast(each, torch.float32 if _dtype_of(each) in narrow else None) for each in values
+                _cast(each, torch.float32 if _dtype_of(each) in _NARROW else None)
+                for each in values
             ]
         kwargs_then = dict(zip(kwargs, values[len(args) :], strict=True))
         try:

@@ -42,9 +42,8 @@ test-all: $(VENV)/test.stamp test-device ## run everything: sweeps, models, rank
 	$(PYTEST) $(PYTEST_OPTIONS)
 	$(SWEEPS) $(PYTEST_OPTIONS)
 
-test-slow: $(VENV)/test.stamp ## run what test-all has and test has not
+test-slow: $(VENV)/test.stamp ## run what test-all has and test has not, but for a device's sweeps
 	$(PYTEST) -m slow $(PYTEST_OPTIONS)
-	$(SWEEPS) $(PYTEST_OPTIONS)
 
 test-device: $(VENV)/test.stamp ## run what needs a GPU on a simulated device, which is compiled once
 	FAKE_DEVICE=cuda $(ON_DEVICE) $(PYTEST) -m "cuda and not slow" tests/device $(MARKED) $(PYTEST_OPTIONS)

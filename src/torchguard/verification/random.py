@@ -158,12 +158,12 @@ class CompiledDraws(SeesEveryOperator):
             return self._saved(func, *args, **kwargs)
         if name == "higher_order::run_with_rng_state" and _key(args[0]) in self._seeds_by_state:
             return self._seeds_by_state[_key(args[0])].clone()
-        if isinstance(func, OPERATOR_CLASSES) and draws(func, args, kwargs):
+        is_draw = isinstance(func, OPERATOR_CLASSES) and draws(func, args, kwargs)
+        if is_draw:
             self.seed_generator(schema_of(func).name, device_of(args, kwargs))
-            result = func(*args, **kwargs)
-            self.narrow |= _dtype_of(result) in _NARROW
-            return result
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.narrow |= is_draw and _dtype_of(result) in _NARROW
+        return result
 
     def _saved(self, func: Any, drawing: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose what a checkpointed block draws; it keeps the state, to draw the same again."""

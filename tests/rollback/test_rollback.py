@@ -277,3 +277,15 @@ def test_is_nothing_to_a_compiled_function(data: bool) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [4, 4]
     assert len(backend.graphs) == 1
+
+
+def test_a_sparse_gradient_is_no_reason_to_refuse_a_model() -> None:
+    net = torch.nn.Embedding(5, 3, sparse=True)
+    net(torch.tensor([1, 2])).sum().backward()
+    before = net.weight.grad
+    with pytest.raises(ZeroDivisionError), rollback_on_error(net, data=True):
+        net.weight.grad = None
+        net.weight.data.zero_()
+        raise ZeroDivisionError
+    assert net.weight.grad is before
+    assert net.weight.any()

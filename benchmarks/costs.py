@@ -146,7 +146,11 @@ COSTS = (
 )  # fmt: skip
 """The page's rows, in its order."""
 
-README = (FUSED, FIRST_CALL, ALL_GUARDS)
+README = (
+    FUSED,
+    replace(FIRST_DROPOUT, what=f"{FIRST_CALL.what} with dropout"),
+    ALL_GUARDS,
+)
 
 
 def table(costs: Iterable[Cost], newest: Newest) -> str:
@@ -155,20 +159,21 @@ def table(costs: Iterable[Cost], newest: Newest) -> str:
     here = [cost.cells(newest, "cpu") or (cost.what, "not measured yet", "", "") for cost in chosen]
     there = [cells for cost in chosen if (cells := cost.cells(newest, "cuda")) is not None]
     records = [newest(cost.benchmark, device) for cost in chosen for device in ("cpu", "cuda")]
-    made = dict.fromkeys(_made(record) for record in records if record is not None)
+    made = _made(filter(None, records))
     parts = [
         markdown(HEADER, here),
         f"On a GPU:\n\n{markdown(HEADER, there)}" if there else "Not tested on a GPU yet.",
-        f"Medians of rounds, ratios too (not quotients of times), measured {'; '.join(made)}."
-        if made
-        else "",
+        f"Medians of rounds, ratios too (not quotients of times), {made}." if made else "",
     ]
     return "\n\n".join(filter(None, parts))
 
 
-def _made(record: Row) -> str:
-    versions, hardware = record["versions"], record["hardware"]
-    return (
-        f"on {record['date'][:10]} with PyTorch {versions['torch']} on {hardware['cores']} cores "
-        f"of an {hardware['cpu']}, revision `{record['revision']}`"
-    )
+def _made(records: Iterable[Row]) -> str:
+    """Say with which PyTorch the records were made, and on which machines when."""
+    machines: dict[str, dict[str, None]] = {}
+    for record in records:
+        hardware, day = record["hardware"], record["date"][:10]
+        torch = f"with PyTorch {record['versions']['torch']} on {hardware['cores']} cores"
+        made = f"{hardware['cpu']}, {day}, `{record['revision']}`"
+        machines.setdefault(torch, {})[made] = None
+    return "; ".join(f"{torch} ({'; '.join(made)})" for torch, made in machines.items())

@@ -144,10 +144,19 @@ class TestNoLeak:
             lambda x: (
                 torch.randint_like(x, 1, 9) + torch.randint(9, x.shape) + x.clone().random_(3, 5)
             ),
+            lambda x: functional.rrelu(x, training=True),
+            lambda x: functional.rrelu(x * 1, training=True, inplace=True),
+            lambda x: (
+                torch.poisson(x.abs())
+                + torch.binomial(x.detach().exp().ceil(), x.detach().sigmoid())
+            ),
+            lambda x: x.softmax(2).flatten(0, 1).multinomial(1).view(2, -1, 1),
+            lambda x: x.clone().geometric_(0.5) + x.clone().log_normal_() + x.clone().cauchy_(),
+            lambda x: torch._standard_gamma(x.exp()) * torch._sample_dirichlet(x.detach().exp()),
         ],
     )
     def test_random_numbers_of_each_kind(self, draw: Any) -> None:
-        in_time(draw)(torch.randn(2, 5, 4))
+        in_time(draw)(torch.randn(2, 5, 4, requires_grad=True))
 
     def test_a_number_is_rounded_as_a_tensor_is(self) -> None:
         def mean(x: torch.Tensor, n: Any = None) -> tuple[torch.Tensor, float]:

@@ -454,27 +454,36 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return found
 
 
+# What takes the place of random numbers, by operator, in place or not.
+_CONSTANTS = {
+    **dict.fromkeys(("rand", "rand_like", "uniform", "exponential", "log_normal", "cauchy"), 0.5),
+    **dict.fromkeys(("standard_gamma", "sample_dirichlet"), 0.5),
+    **dict.fromkeys(("randn", "randn_like", "normal", "multinomial"), 0),
+    **dict.fromkeys(("bernoulli", "poisson", "binomial", "geometric"), 1),
+}
+
+
 def _deterministic(func: Any, schema: Any, args: Any, kwargs: Any) -> Any:
     """Run a random operator deterministically, so far as that has a meaning."""
-    name = schema.name.removeprefix("aten::")
+    name = schema.name.removeprefix("aten::").strip("_")
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if name in {"bernoulli", "bernoulli_"}:
-        return args[0].fill_(1) if name.endswith("_") else torch.ones_like(args[0])
     names = [argument.name for argument in schema.arguments]
     if "dropout_p" in names[: len(args)]:
         place = names.index("dropout_p")
         args = (*args[:place], 0.0, *args[place + 1 :])
     elif "dropout_p" in kwargs:
         kwargs = {**kwargs, "dropout_p": 0.0}
+    before = args[0].clone() if name == "rrelu_with_noise" else None
     result = func(*args, **kwargs)
-    if name in {"rand", "rand_like", "uniform_", "exponential_"}:
-        result.fill_(0.5)
-    elif name in {"randn", "randn_like", "normal_", "normal"}:
-        result.fill_(0.0)
-    elif name in {"randint", "randint_like", "random_"}:
+    if name in _CONSTANTS:
+        result.fill_(_CONSTANTS[name])
+    elif name in {"randint", "randint_like", "random"}:
         bounds = {**dict(zip(names, args, strict=False)), **kwargs}
         result.fill_(bounds.get("low", bounds.get("from", 0)))
+    elif before is not None:  # the second argument keeps the slopes, for the backward
+        args[1].copy_(torch.where(before > 0, 1.0, 0.25))
+        result.copy_(before * args[1])
     return result
 
 

@@ -47,7 +47,7 @@ def run(names: Sequence[str], options: Sequence[str]) -> int:
     """Run a benchmark here, or several in processes of their own; 1 if one of those failed."""
     if len(names) == 1:
         return benchmarks()[names[0]].main(options)
-    failed = []
+    failed = False
     for name in names or benchmarks():
         benchmark = benchmarks()[name]
         device = benchmark.parser().parse_args(options).device
@@ -57,10 +57,9 @@ def run(names: Sequence[str], options: Sequence[str]) -> int:
         line = [sys.executable, "-m", "benchmarks", "run", name, *options]
         status = subprocess.run(line, check=False).returncode  # noqa: S603
         if status != 0:
-            failed.append(f"{name} ended with {status}")
-    for each in failed:
-        print(f"FAILED: {each}", file=sys.stderr)
-    return bool(failed)
+            failed = True
+            print(f"FAILED: {name} ended with {status}", file=sys.stderr)
+    return failed
 
 
 def report(options: argparse.Namespace) -> int:

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import AddedTarget, Comparison, Target, measure, of_its_own
+from benchmarks.harness import Comparison, measure, of_its_own
 from benchmarks.program import Benchmark, Results, Setting
 from torchguard import sliced_assign
 
 COLUMNS = 64
 SIZES = (10**3, 10**5)
-EAGER_FROM = 10**5  # elements from which on the target is a ratio
-EAGER, EAGER_SMALL, COMPILED = Target(1.05), AddedTarget(10), Target(1.03)
 KINDS = ("slice", "mask", "integers")
 
 Assign = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
@@ -62,9 +60,7 @@ def comparisons(device: str, sizes: tuple[int, ...], backend: str) -> Iterator[C
         rows = max(1, size // COLUMNS)
         index = index_of(kind, rows, device)
         ways: dict[str, Assign] = {"plain": plain, "sliced_assign": sliced_assign}
-        target: Target = EAGER if size >= EAGER_FROM else EAGER_SMALL
         if mode == "compiled":
-            target = COMPILED
             ways = {name: compiled(way, index, backend) for name, way in ways.items()}
         for step in ("forward", "backward"):
             backward = step == "backward"
@@ -78,7 +74,7 @@ def comparisons(device: str, sizes: tuple[int, ...], backend: str) -> Iterator[C
                     f"torch.autograd.grad({call}, (t, value), ones)" for call in (before, after)
                 )
             what = f"{kind}, {size:,} elements, {mode}, {step}"
-            yield Comparison(what, what, names, before, after, target=target)
+            yield Comparison(what, what, names, before, after)
 
 
 def run(setting: Setting) -> Results:

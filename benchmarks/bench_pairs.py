@@ -121,7 +121,6 @@ BENCHMARK = Benchmark(
     run,
     rounds=1,
     devices=("cpu",),
-    threads=None,
     tables=(
         Table(
             {

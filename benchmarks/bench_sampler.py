@@ -143,10 +143,8 @@ def _row(kind: str, rule: str, lengths: Lengths, epochs: list[tuple[Any, set[Any
     return {
         "kind": kind,
         "rule": rule,
-        "items": len(lengths),
         "waste_percent": round(100 * waste, 2),
         "shapes": max(len(shapes) for _, shapes in epochs),
-        "steps": round(statistics.fmean(len(each) for each in steps), 1),
         "tokens_per_step": round(statistics.fmean(each.mean() for each in steps)),
         "largest_step": int(max(each.max() for each in steps)),
     }
@@ -217,7 +215,6 @@ BENCHMARK = Benchmark(
     run,
     rounds=3,
     devices=("cpu",),
-    threads=None,
     tables=(
         Table(
             {

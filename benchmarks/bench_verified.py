@@ -8,6 +8,7 @@ first step is measured with a model whose weights are nearly all of it, in units
 from __future__ import annotations
 
 import itertools
+import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import AddedTarget, Comparison, Spread, measure
-from benchmarks.processes import in_a_process
-from benchmarks.program import Benchmark, Results, Setting
+from benchmarks.harness import Comparison, Spread, measure
+from benchmarks.program import Benchmark, Results, Setting, in_a_process
 from benchmarks.tables import COMPARISONS, Table
 from torchguard import verified
 
@@ -28,7 +28,6 @@ from torchguard import verified
 B, T, D = 8, 64, 128
 ALLOWED = {"transformer": 1.15, "transformer, dropout": 1.3, "lengths": 1.15}
 """How many times as long a first call may take, by workload."""
-LATER, LATER_DYNAMIC = AddedTarget(1), AddedTarget(0.5)
 LENGTHS, FEW = range(8, 128), 3  # in quick mode
 LATER_ROUNDS = 51
 WIDTH, DEPTH, QUICK_WIDTH = 4096, 4, 64
@@ -49,8 +48,6 @@ def workload(name: str, device: str) -> tuple[nn.Module, list[torch.Tensor]]:
 
 def first_call(name: str, device: str, checked: bool, quick: bool) -> dict[str, float]:
     """Compile and call in this process; return seconds, processor seconds and peak bytes."""
-    import resource  # noqa: PLC0415 - POSIX only
-
     torch.set_num_threads(1)
     model, batches = workload(name, device)
     compile_: Any = verified if checked else torch.compile
@@ -157,12 +154,11 @@ def weights(dropout: bool, setting: Setting) -> dict[str, Any]:
 def later(device: str) -> Iterator[Comparison]:
     """Compare later calls of a tiny graph, static and with dynamic shapes."""
     python = partial(verified, against="python")
-    for what, lengths, dynamic, checking, target in (
-        ("a call after the first", [8], None, verified, LATER),
-        ("a call with dynamic shapes, of a length that was seen", LENGTHS, True, verified,
-         LATER_DYNAMIC),
-        ('a call after the first, against="python"', [8], None, python, LATER),
-    ):  # fmt: skip
+    for what, lengths, dynamic, checking in (
+        ("a call after the first", [8], None, verified),
+        ("a call with dynamic shapes, of a length that was seen", LENGTHS, True, verified),
+        ('a call after the first, against="python"', [8], None, python),
+    ):
         batches = [torch.ones(length, device=device) for length in lengths]
         names: dict[str, Any] = {"no_grad": torch.no_grad(), "batches": itertools.cycle(batches)}
         ways: tuple[tuple[str, Any], ...] = (("bare", torch.compile), ("checked", checking))
@@ -174,7 +170,7 @@ def later(device: str) -> Iterator[Comparison]:
                 for each in batches:
                     names[side](each)
         before, after = (f"with no_grad: {side}(next(batches))" for side, _ in ways)
-        yield Comparison(what, what, names, before, after, target=target)
+        yield Comparison(what, what, names, before, after)
 
 
 def run(setting: Setting) -> Results:

@@ -80,11 +80,7 @@ PIECES = (
 
 
 def pieces_of(only: str | None) -> list[Piece]:
-    """Choose by letters of parts and names of benchmarks, separated by commas.
-
-    Raises:
-        ValueError: there is no such part and no such benchmark.
-    """
+    """Choose by letters of parts and names of benchmarks, separated by commas."""
     known = {*PARTS, *(piece.name for piece in PIECES)}
     wanted = {name.strip() for name in (only or "").split(",")} - {""}
     for unknown in sorted(wanted - known):

@@ -61,43 +61,6 @@ class Spread:
         return cls(*(float(f"{value:.5g}") for value in (median, q1, q3)))
 
 
-Pairs = Sequence[tuple[float, float]]
-"""Nanoseconds of the baseline and of the guarded side, round by round."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What was aimed at: a ratio of guarded to baseline that is not exceeded."""
-
-    most: float
-    unit = "times"
-
-    def __str__(self) -> str:
-        return f"at most {self.most:g} {self.unit}"
-
-    def of(self, before: float, after: float) -> float:
-        """Return what a round has of it."""
-        return after / before
-
-    def verdict(self, pairs: Pairs) -> str:
-        """Say whether the median reaches it, or what was measured, with its quartiles."""
-        found = Spread.of([self.of(before, after) for before, after in pairs])
-        if found.median <= self.most:
-            return "reached"
-        return f"missed: {found.median:.3g} {self.unit} [{found.q1:.3g}, {found.q3:.3g}]"
-
-
-@dataclass(frozen=True)
-class AddedTarget(Target):
-    """What was aimed at: microseconds that are not exceeded on top of the baseline's time."""
-
-    unit = "us more"
-
-    def of(self, before: float, after: float) -> float:
-        """Return what a round has of it."""
-        return (after - before) / 1e3
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A row to be: the same work without a guard and with it."""
@@ -117,21 +80,6 @@ class Comparison:
 
     making: str = ""
     """What both statements also do (make the tensor); timed in each round and taken off."""
-
-    target: Target | None = None
-
-
-def compared(pairs: Pairs, target: Target | None = None) -> dict[str, Any]:
-    """Summarise the rounds of two sides: nanoseconds per call, and the target's verdict."""
-    return {
-        "n": len(pairs),
-        "baseline_ns": Spread.of([before for before, _ in pairs]),
-        "guarded_ns": Spread.of([after for _, after in pairs]),
-        "added_ns": Spread.of([after - before for before, after in pairs]),
-        "ratio": Spread.of([after / before for before, after in pairs]),
-        "target": None if target is None else str(target),
-        "verdict": None if target is None else target.verdict(pairs),
-    }
 
 
 def measure(
@@ -181,7 +129,10 @@ def _measure(comparison: Comparison, setting: Setting, block_seconds: float) -> 
         "what": comparison.what,
         "baseline": comparison.baseline,
         "guarded": comparison.guarded,
-        **compared(pairs, comparison.target),
+        "n": setting.rounds,
+        "baseline_ns": Spread.of([a for a, _ in pairs]),
+        "guarded_ns": Spread.of([b for _, b in pairs]),
+        "ratio": Spread.of([b / a for a, b in pairs]),
     }
 
 

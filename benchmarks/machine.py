@@ -45,7 +45,8 @@ def context(benchmark: str, arguments: Sequence[str]) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
         },
         "threads": torch.get_num_threads(),
-        "load_average_at_start": _load_average(),
+        # How busy the machine is, this program not yet included; a quiet one shows 0.
+        "load_average_at_start": round(os.getloadavg()[0], 2),
         **({"gpu_at_start": gpu} if gpu else {}),
     }
 
@@ -76,11 +77,6 @@ def _revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def _load_average() -> float | None:
-    """Return how busy the machine is, this program not yet included; a quiet one shows 0."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _cpu() -> str:

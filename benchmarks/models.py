@@ -1,4 +1,4 @@
-"""The three models of ``bench_end_to_end``, in the shapes of well-known ones, random weights.
+"""The models of the benchmarks, in the shapes of well-known ones, with random weights.
 
 Shapes: B batch, T time, V vocabulary, D width, H heads, C channels.
 """
@@ -151,14 +151,6 @@ class Convolutions(nn.Module):
         """Images (B, 3, h, w) -> scores (B, classes)."""
         scores: torch.Tensor = self.head(self.layers(images))
         return scores
-
-
-class Perceptron(nn.Sequential):
-    """Three small linear layers: nearly all of a step is the host's work."""
-
-    def __init__(self, width: int = 64) -> None:
-        layers = [nn.Linear(width, width) for _ in range(3)]
-        super().__init__(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
 def resnet_sized(channels: int, kernel: int, classes: int) -> nn.Sequential:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import multiprocessing
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,21 +48,12 @@ class Setting:
     """Takes each result as soon as it is there, and says when time is up."""
 
     def kept(self, rows: Iterable[dict[str, Any]], part: str = "rows") -> list[dict[str, Any]]:
-        """Return the results, each written to the stream and shown as soon as it is there.
-
-        Shown are words and numbers, of a spread the median.
-        """
+        """Return the results, each written to the stream and shown as soon as it is there."""
         found = []
         for row in rows:
             self.stream.keep(part, row)
             found.append(row)
-            cells = {name: getattr(value, "median", value) for name, value in row.items()}
-            shown = [
-                f"{name} {f'{cell:.4g}' if isinstance(cell, float) else cell}"
-                for name, cell in cells.items()
-                if isinstance(cell, (str, int, float)) and name != "device"
-            ]
-            print(", ".join(shown))
+            print(text(row))
         return found
 
     def collect(self, cases: Iterable[Case], part: str = "rows") -> list[dict[str, Any]]:
@@ -88,9 +83,6 @@ class Benchmark:
     quick_rounds: int = 3
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Where the answer may differ; a benchmark of plain Python names the CPU alone."""
-
-    threads: int | None = 1
-    """The work of most is small, and threads would only add noise; None: as many as there are."""
 
     needs_triton: bool = False
     """Whether inductor writes code for a GPU, where it is not quick."""
@@ -139,8 +131,7 @@ class Benchmark:
             parser.error(f"--rounds {options.rounds}: expected 1 or more")
         if options.json is not None and options.json.suffix == ".json" and len(devices) > 1:
             parser.error(f"--json {options.json}: {' and '.join(devices)} need a folder")
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
+        torch.set_num_threads(1)  # the work is small, and threads would only add noise
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         for device in devices:
             self._run(device, options, list(arguments), parser)
@@ -160,7 +151,7 @@ class Benchmark:
         if options.json is not None and not options.quick:
             if str(head["revision"] or "-dirty").endswith("-dirty"):
                 parser.error("--json: a record is of a commit; commit the changed files first")
-            if (load := head["load_average_at_start"]) is not None and load >= MOST_LOAD:
+            if (load := head["load_average_at_start"]) >= MOST_LOAD:
                 print(f"load average {load}: not a quiet machine, do not commit the record")
         rounds = min(options.rounds, self.quick_rounds) if options.quick else options.rounds
         stream = Stream(options.lines, {**head, "device": device}, options.seconds)
@@ -183,3 +174,18 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(record, indent=1) + "\n", encoding="utf-8")
+
+
+def in_a_process(
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Call a function of a module in a fresh Python, whose compiler has an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"TORCHINDUCTOR_CACHE_DIR": folder, **(environment or {})}
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, initializer=_set, initargs=(own,)) as process:
+            return process.submit(function, *arguments).result()
+
+
+def _set(environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)

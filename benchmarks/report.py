@@ -42,16 +42,11 @@ GPU, and `python -m benchmarks report DIR` turns its results into records and pa
 [Costs](costs.md) has the figures that most readers look for.
 """
 
-
 Record = dict[str, Any]
 
 
 def read_record(path: Path) -> Record:
-    """Read a record, and add the name of its file.
-
-    Raises:
-        ValueError: it was made with ``--quick``, so its figures mean nothing.
-    """
+    """Read a record, and add the name of its file."""
     record: Record = json.loads(path.read_text(encoding="utf-8"))
     if record.get("quick", False):
         raise ValueError(f"{path} was made with --quick, which shows only that the benchmark runs")

@@ -21,9 +21,7 @@ Line = dict[str, Any]
 # Exit status of a benchmark that was asked for a GPU where there is none, or none of its compiler.
 NO_GPU, NO_TRITON = 3, 4
 
-_NAMES = (
-    "id", "what", "phase", "mode", "guard", "row", "buckets", "operator",
-)  # fmt: skip
+_NAMES = ("id", "what", "phase", "guard", "row")
 
 
 def text(value: Any, *, indent: int | None = None) -> str:
@@ -96,13 +94,10 @@ class Stream:
         if self.path is not None:
             append(self.path, {"run": self._run, "part": part, "row": row})
 
-    def elapsed(self) -> float:
-        """Return the share of the time that is gone; 0 for ever where there is no limit."""
-        return 0.0 if self.seconds is None else (time.monotonic() - self._begun) / self.seconds
-
     def time_is_up(self) -> bool:
         """Whether to stop; whoever asks and hears yes stops, and the run is not finished then."""
-        self.stopped = self.elapsed() >= 1.0
+        if self.seconds is not None:
+            self.stopped = time.monotonic() - self._begun >= self.seconds
         return self.stopped
 
     def end(self, results: Mapping[str, Any]) -> None:

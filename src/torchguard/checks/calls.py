@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ SWITCH = patch.Switch()
 
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 _MASKS = frozenset((torch.bool, torch.uint8))
+_INDICES = _INTEGERS - _MASKS
 _NUMPY_MASKS = (np.bool_, np.uint8)
 _LISTS = (list, tuple)
 _NUMBERS = (int, np.integer)
@@ -47,8 +48,8 @@ _ERRORS = {
 }
 
 
-_aminmax = original_of(torch.aminmax)
-"""Not what the guard "out" has put there: this ``out=`` is ours."""
+# Not what the guards have put there: this ``out=``, and this look at a value, are ours.
+_aminmax, _item = original_of(torch.aminmax), original_of(torch.Tensor.item)
 
 
 class Site(NamedTuple):
@@ -180,14 +181,11 @@ def checked_value(site: Site, values: Any, unread: Callable[[], Any] | None = No
         return _noted(site._replace(line=user_line()), values, unread and unread())
     if not read.numel():
         return values
-    smallest, largest = torch.aminmax(looked_at(site, read, None))
-    if site.allows(smallest.item(), largest.item()):
+    if site.allows(*map(_item, _aminmax(looked_at(site, read, None)))):
         return values
     mask = unread and unread()
-    if mask is not None:
-        smallest, largest = torch.aminmax(looked_at(site, read, mask))
-        if site.allows(smallest.item(), largest.item()):
-            return values
+    if mask is not None and site.allows(*map(_item, _aminmax(looked_at(site, read, mask)))):
+        return values
     raise _described(site, read, mask)
 
 
@@ -349,7 +347,7 @@ def _checked(row: Row, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
                 continue
         elif isinstance(values, np.ndarray) and not row.checks:
             pass  # an index may be one
-        elif not (can_check(check, values) and values_can_be_read(cast("torch.Tensor", values))):
+        elif not (can_check(check, values) and values_can_be_read(values)):  # type: ignore[arg-type]
             continue
         allowed = _allowed(check, given)
         if allowed is not None:
@@ -412,19 +410,27 @@ def unfolded(
             items[found[argument][0]] = value
         return {name: tuple(items) if whole else items[0]}
 
-    checks = [Check(argument, wrapping("input", dim)) for argument, (_, dim) in found.items()]
+    checks = [_of_item(argument, dim) for argument, (_, dim) in found.items()]
     return checks, {**given, **{each: items[place] for each, (place, _) in found.items()}}, folded
+
+
+@functools.lru_cache(maxsize=256)
+def _of_item(argument: str, dim: int) -> Check:
+    return Check(argument, wrapping("input", dim))
 
 
 def indexed_dims(index: Sequence[Any], dims: int) -> Iterator[tuple[int, int]]:
     """Yield the place of each item with indices, and the dim that they are into."""
+    if len(index) == 1 and type(index[0]) is torch.Tensor and index[0].dtype in _INDICES and dims:
+        yield 0, 0  # as nearly always
+        return
     taken = [_dims_taken(item) for item in index]
     dim = 0
     for place, item in enumerate(index):
         if item is Ellipsis:
             dim += dims - sum(taken)
         elif dim < dims and (
-            item.dtype in _INTEGERS - _MASKS
+            item.dtype in _INDICES
             if isinstance(item, torch.Tensor)
             else (type(item) is list and bool(item) and all(type(each) is int for each in item))
             or (isinstance(item, np.ndarray) and item.dtype.kind == "i" and item.size > 0)

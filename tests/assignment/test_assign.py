@@ -15,7 +15,7 @@ from support.assigned import INDICES, assignments, base, outcome, plain, same
 from torchguard import sliced_assign, sliced_assign_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -59,9 +59,6 @@ def test_what_hypothesis_draws_is_as_plain_assignment(case: tuple[torch.Tensor, 
     assert same(outcome(written, *case), expected)
 
 
-# --- memory format, aliases, dtypes, devices
-
-
 def test_memory_format_is_that_of_clone() -> None:
     image = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert sliced_assign(image, 0, 1.0).is_contiguous(memory_format=torch.channels_last)
@@ -103,9 +100,6 @@ def test_in_place_every_alias_sees_it_and_a_leaf_refuses() -> None:
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises(TypeError, match="t is of type list, expected"):
         sliced_assign([0.0], 0, 1.0)  # type: ignore[arg-type]
-
-
-# --- derivatives and transformations
 
 
 FORMULATIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -167,13 +161,6 @@ def test_functional_gradients_where_only_the_value_is_tracked(name: str) -> None
     assert torch.allclose(found, value.cos())
     tangent = jvp(lambda value: sliced_assign(t, index, value).sum(), (value,), (value,))[1]
     assert torch.allclose(tangent, value.sum())
-
-
-# --- inside compiled code: one graph, and everything as in eager
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 def works(index: Any) -> bool:
@@ -274,9 +261,6 @@ def test_in_place_the_result_and_every_alias_is_right() -> None:
         assert torch.autograd.grad(out.sum(), value)[0] == 12
 
 
-# --- on a GPU
-
-
 @pytest.mark.cuda
 def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
     t = torch.zeros(3, 4, device="cuda")
@@ -284,9 +268,6 @@ def test_indices_on_the_cpu_for_a_tensor_on_a_gpu() -> None:
         expected = t.clone()
         expected[index] = 1.0
         assert torch.equal(sliced_assign(t, index, torch.tensor(1.0)), expected)
-
-
-# --- export
 
 
 class Assigning(torch.nn.Module):
@@ -302,9 +283,6 @@ def test_an_exported_program_holds_torchs_operators_alone(strict: bool) -> None:
     assert called
     assert all(isinstance(target, torch._ops.OpOverload) for target in called)
     assert torch.equal(program.module()(*args), Assigning()(*args))
-
-
-# --- a sample under inductor
 
 
 @pytest.mark.slow

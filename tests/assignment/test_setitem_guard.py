@@ -183,8 +183,6 @@ def test_a_parameter_made_in_a_graph_keeps_what_dynamo_knows_of_it() -> None:
     assert (loss.item(), known) == (3.0, True)
 
 
-# --- installing it, whenever Dynamo is imported
-
 REPORT = """
 import sys, torch, torchguard
 def ask(v):

@@ -244,9 +244,6 @@ class TestSave:
         assert same(torch.load(path), OLD)
 
 
-# What else replaces files.
-
-
 def test_a_text_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "buckets.json"
     write_text(path, "old")

@@ -298,9 +298,6 @@ def test_one_of_two_ranks_that_raises_leaves_the_old_checkpoint(tmp_path: Path) 
     assert of_first["raises"][1:] == [[1.0], []]
 
 
-# ---- on three ranks ----
-
-
 @pytest.fixture(scope="module", params=[pytest.param(3, marks=pytest.mark.slow)])
 def ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """Three: the first makes the folder, the last one fails, and one neither."""

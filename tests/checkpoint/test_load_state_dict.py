@@ -25,6 +25,11 @@ from torchguard._torch import version_of
 from torchguard.errors import TorchGuardWarning
 
 
+def by_install(model: Any, state: Any, **options: Any) -> None:
+    with torchguard.install("load"):
+        model.load_state_dict(state, **options)
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -214,9 +219,6 @@ def test_memory_stays_where_it_is() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-# ---- optimizers ----
-
-
 def trained(size: int = 4, kind: Any = torch.optim.Adam, **options: float) -> torch.optim.Optimizer:
     parameters = [nn.Parameter(torch.ones(size)) for size in (size, (2, 3), ())]
     optimizer: torch.optim.Optimizer = kind(parameters, lr=0.1, **options)
@@ -302,6 +304,12 @@ def test_a_state_that_a_hook_makes_fit_is_loaded() -> None:
     assert target.state[target.param_groups[0]["params"][0]]["exp_avg"].shape == (5,)
 
 
+@pytest.mark.parametrize("load", [torchguard.load_state_dict, by_install])
+def test_a_path_is_no_state(load: Any) -> None:
+    with pytest.raises(TypeError, match=r"'model\.pt', expected what state_dict"):
+        load(nn.Linear(2, 2), "model.pt")
+
+
 def test_wrong_target() -> None:
     with pytest.raises(TypeError, match="target is of type dict"):
         torchguard.load_state_dict({}, {})  # type: ignore[arg-type]
@@ -348,9 +356,6 @@ def test_ctrl_c_between_two_copies() -> None:
     with Interrupt(), pytest.raises(KeyboardInterrupt):
         torchguard.load_state_dict(model, state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-
-
-# ---- dtypes of an optimizer's state ----
 
 
 class Float32Moments(torch.optim.Optimizer):
@@ -416,39 +421,6 @@ def test_adam_can_not_step_with_them_so_they_are_cast_with_a_warning() -> None:
     loaded.step()
 
 
-@pytest.mark.parametrize("part", ["whole", "a layer"])
-def test_names_that_differ_in_what_compile_puts_before_them(part: str) -> None:
-    """The message is PyTorch's, with one line more."""
-    plain, compiled = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
-    if part == "whole":
-        compiled = torch.compile(compiled)  # type: ignore[assignment]
-    else:
-        compiled[0] = torch.compile(compiled[0])  # type: ignore[assignment]
-    for target, state in ((plain, compiled.state_dict()), (compiled, plain.state_dict())):
-        with pytest.raises(RuntimeError, match=r"Missing key.*") as alone:
-            target.load_state_dict(state)
-        with pytest.raises(RuntimeError) as raised:
-            torchguard.load_state_dict(target, state)
-        said, _, hint = str(raised.value).rpartition("\n\t")
-        assert said == str(alone.value)
-        assert "model._orig_mod" in hint
-    with pytest.raises(RuntimeError) as raised:
-        torchguard.load_state_dict(plain, {"other": torch.ones(2)})
-    assert "_orig_mod" not in str(raised.value)
-    torchguard.load_state_dict(
-        compiled._orig_mod if part == "whole" else compiled[0]._orig_mod,  # type: ignore[arg-type]
-        plain.state_dict() if part == "whole" else plain[0].state_dict(),
-    )
-
-
-# ---- what assign=True leaves in the caller's state ----
-
-
-def by_install(model: Any, state: Any, **options: Any) -> None:
-    with torchguard.install("load"):
-        model.load_state_dict(state, **options)
-
-
 def by_transaction(model: nn.Module, state: Any, **options: Any) -> None:
     if options:
         model.load_state_dict(state, **options)  # PyTorch's, which leaves its mark
@@ -493,9 +465,6 @@ def test_a_mark_that_pytorch_left_is_not_followed() -> None:
     assert contents(model) == before
 
 
-# ---- states whose names are others ----
-
-
 class Wrapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -508,6 +477,10 @@ def linear_state() -> dict[str, Any]:
 
 def with_prefix(prefix: str) -> dict[str, Any]:
     return {prefix + name: value for name, value in linear_state().items()}
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model)
 
 
 def state_of_a_step() -> Any:
@@ -527,6 +500,12 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
         lambda: nn.Linear(2, 2),
         lambda: with_prefix("_orig_mod."),
         "model._orig_mod.state_dict()",
+    ),
+    "into a compiled one": (lambda: compiled(nn.Linear(2, 2)), linear_state, "model._orig_mod"),
+    "into a compiled layer": (
+        lambda: nn.Sequential(compiled(nn.Linear(2, 2))),
+        lambda: with_prefix("0."),
+        "model._orig_mod",
     ),
     "a checkpoint": (
         lambda: nn.Linear(2, 2),
@@ -549,10 +528,14 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
 @pytest.mark.parametrize("load", [torchguard.load_state_dict, by_install])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_names_say_what_to_type(name: str, load: Any) -> None:
+    """In one line more than PyTorch's message has."""
     make, state, text = OTHERS[name]
     text = text if "\\" in text else re.escape(text)
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError) as plain:
+        make().load_state_dict(state())
+    with pytest.raises(RuntimeError, match=text) as ours:
         load(make(), state())
+    assert str(ours.value).rpartition("\n\t")[0] == str(plain.value)
     with pytest.warns(UserWarning, match=text) as said:
         load(make(), state(), strict=False)
     assert [each.filename for each in said] == [__file__]
@@ -593,10 +576,3 @@ def test_what_is_no_state_of_an_optimizer(state: Any, text: str) -> None:
         with pytest.raises((KeyError, AttributeError)) as error:
             load(optimizer, state)
         assert text in error.value.args[0]
-
-
-def test_a_path_is_no_state() -> None:
-    path: Any = "model.pt"
-    for load in (by_install, torchguard.load_state_dict):
-        with pytest.raises(TypeError, match=r"'model\.pt', expected what state_dict"):
-            load(nn.Linear(2, 2), path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,23 +80,6 @@ def test_a_loop_of_the_page_runs(tmp_path: Path, name: str) -> None:
         loop = f"try:\n{train}\nexcept AttributeError as e:\n    assert 'record_event' in str(e)"
     found = run_ranks(f"{NEEDS[name]}{BEGINS}\n{loop}\nprint(); print(json.dumps({{}}))", tmp_path)
     assert found == [{}, {}]
-
-
-# Printed after the rank has left its group: its names are gone then.
-DDP = f"""
-import atexit
-atexit.register(exec, {THREADS!r}, {{}})
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(3, 4)).sum().backward()
-optimizer.step()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
-def test_a_rank_of_a_test_ends_without_threads_of_its_group(tmp_path: Path) -> None:
-    found: list[Any] = run_ranks(JOIN_RANKS + DDP, tmp_path)
-    assert found == [[], []]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")

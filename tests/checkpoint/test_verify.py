@@ -216,9 +216,6 @@ def test_files_of_torch_that_are_damaged_are_still_told(tmp_path: Path, name: st
         assert not torchguard.verify_checkpoint(path), content
 
 
-# What load() says of damage.
-
-
 class TestLoad:
     def test_every_cut(self, tmp_path: Path) -> None:
         """A file that ends early is refused, and the error names it."""

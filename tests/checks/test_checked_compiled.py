@@ -120,9 +120,6 @@ def test_a_divisor_that_is_the_number_zero(dtype: torch.dtype) -> None:
         compiled(x.float(), empty)
 
 
-# --- on a device
-
-
 FAR = torch.tensor([0, 9])
 
 

@@ -306,16 +306,6 @@ def test_a_checkpoint_that_a_kill_left_is_not_resumed(tmp_path: Path) -> None:
         again.train(resume_from_checkpoint=True)
 
 
-def test_the_mixin_goes_before_another_trainer(tmp_path: Path) -> None:
-    class Own(RetryMixin, Plain):
-        pass
-
-    model = gpt2()
-    seen = full_above(model, rows=2)
-    Own(model, arguments(tmp_path), train_dataset=data()).train()
-    assert set(seen[1:]) == {1, 2} or set(seen[1:]) == {2}
-
-
 class OwnStep:
     """A ``training_step`` of one's own, in which memory runs out once."""
 

@@ -71,39 +71,31 @@ def test_the_offset_of_a_lazy_view_counts_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said", "held"),
+    "make",
     [
-        (lambda: corrupt((100,)), "800 bytes needed", [1, 2]),
-        (lambda: corrupt((5, 5)), "200 bytes needed", [1, 2]),
-        (lambda: corrupt((-1,)), "", [1, 2]),
-        (lambda: corrupt((2**62, 4)), "", [1, 2]),
-        (lambda: shrunk(torch.ones(8)[3:5]), "20 bytes needed", []),
-        (lambda: shrunk(torch.ones(3).expand(5, 3)), "12 bytes needed", []),
-        (lambda: shrunk(torch.tensor(1.0)), "4 bytes needed", []),
-        (lambda: shrunk(torch.nn.Parameter(torch.arange(4.0)), 9), "16 bytes needed", [0, 1]),
+        lambda: corrupt((100,)),
+        lambda: corrupt((-1,)),
+        lambda: corrupt((2**62, 4)),
+        lambda: shrunk(torch.ones(8)[3:5]),
+        lambda: shrunk(torch.ones(3).expand(5, 3)),
+        lambda: shrunk(torch.tensor(1.0)),
+        lambda: shrunk(torch.nn.Parameter(torch.arange(4.0)), 9),
     ],
 )
-def test_what_torch_left_corrupt_is_found(
-    make: Callable[[], torch.Tensor], said: str, held: list[float]
-) -> None:
-    """And shows what its storage holds, if it is set to that."""
+def test_what_torch_left_corrupt_is_found_and_emptied(make: Callable[[], torch.Tensor]) -> None:
+    """By the line that the message tells."""
     tensor = make()
     assert not is_consistent(tensor)
-    with pytest.raises(InconsistentTensorError) as caught:
+    with pytest.raises(InconsistentTensorError, match=r"^obj: shape ") as caught:
         check_consistent(tensor)
-    message = str(caught.value)
-    assert message.startswith("obj: shape ")
-    assert f"stride {tensor.stride()}" in message
-    assert f"storage offset {tensor.storage_offset()}" in message
-    assert said in message
-    remedy = (
-        "Under torch.no_grad(), tensor.set_(tensor.untyped_storage(), 0, (0,), (1,)) empties it"
-    )
-    assert remedy in message
+    assert f"stride {tensor.stride()}" in str(caught.value)
+    assert f"storage offset {tensor.storage_offset()}" in str(caught.value)
+    remedy = "tensor.set_(tensor.untyped_storage(), 0, (0,), (1,))"
+    assert f"Under torch.no_grad(), {remedy} empties it" in str(caught.value)
     with torch.no_grad():
-        tensor.set_(tensor.untyped_storage(), 0, (len(held),), (1,))
+        exec(remedy)  # noqa: S102  a line of the message
     assert is_consistent(tensor)
-    assert tensor.tolist() == held
+    assert tensor.shape == (0,)
 
 
 def test_strides_that_overflowed_are_found_without_being_followed() -> None:

@@ -38,9 +38,6 @@ def locked(device: str) -> torch.Tensor:
     return dlpack.from_dlpack(torch.arange(4.0, device=device))
 
 
-# --- resize, set, out=
-
-
 OUT_OF_MEMORY: dict[str, Callable[[Way, torch.Tensor, int], Any]] = {
     "resize_": lambda way, t, n: way.resize_(t, n),
     "resize_as_": lambda way, t, n: way.resize_as_(t, torch.empty(1, device=t.device).expand(n)),
@@ -84,9 +81,6 @@ def test_an_output_that_finds_no_memory_is_as_it_was(device: str) -> None:
             assert changed == {}, name
         torch.add(out, 1, out=out)
     assert out.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-# --- scopes
 
 
 @pytest.mark.cuda

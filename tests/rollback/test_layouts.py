@@ -1,8 +1,8 @@
-"""guarded() and rollback_on_error: sparse, quantized and other layouts, wrappers of tensors."""
+"""rollback_on_error and snapshots: sparse and opaque layouts, wrappers of tensors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +10,10 @@ import torch
 from support import kinds
 from support.kinds import Wrapper, plain, state
 from support.ways import differences
-from torchguard import guarded, rollback_on_error
+from torchguard import rollback_on_error
 from torchguard.state.tensors import capture
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# --- layouts that are made of other tensors: whoever takes a snapshot takes one of their parts
 
 
 class Replacing(Wrapper):
@@ -36,41 +29,15 @@ class Replacing(Wrapper):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-FAILING: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]] = {
-    "a wrapper that replaces": (lambda: Replacing(plain()), lambda t: t.add_(1)),
-}
-CALLERS: dict[str, Callable[[torch.Tensor], AbstractContextManager[Any]]] = {
-    "guarded": lambda _: guarded(),
-    "rollback_on_error": rollback_on_error,
-    "rollback_on_error with data": lambda t: rollback_on_error(t, data=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("failing", "caller"),
-    [
-        (failing, caller)
-        for failing in FAILING
-        for caller in CALLERS
-        if caller != "guarded" or "resize" in failing
-    ],
-)
-def test_no_caller_forgets_a_layout(failing: str, caller: str) -> None:
-    make, fail = FAILING[failing]
-    bare, tensor = make(), make()
-    untouched = state(bare)
-    with pytest.raises(RuntimeError):
-        fail(bare)
-    assert differences(untouched, state(bare)).keys() - {"version"}, "plain torch changes it"
+@pytest.mark.parametrize("data", [False, True])
+def test_what_a_wrapper_held_before_is_in_it_again(data: bool) -> None:
+    tensor = Replacing(plain())
     before = state(tensor)
-    with pytest.raises(RuntimeError), CALLERS[caller](tensor):
-        fail(tensor)
-    after = state(tensor)
-    for found in (before, after):  # without a copy it moves on, and that of the parts with it
-        for each in (found, *found.get("parts", ())):
-            if isinstance(each, dict):
-                each.pop("version")
-    assert differences(before, after) == {}
+    with pytest.raises(RuntimeError), rollback_on_error(tensor, data=data):
+        tensor.add_(1)
+    changed = differences(before, state(tensor))
+    changed.pop("version", None)  # without a copy it moves on
+    assert changed == {}
 
 
 def test_the_elements_of_a_sparse_tensor_can_be_restored_again_and_again() -> None:

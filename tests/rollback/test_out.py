@@ -98,9 +98,6 @@ def test_a_failed_out_that_may_be_half_written_makes_backward_refuse() -> None:
         backward()
 
 
-# ---- success; the sweep over torch's database of operators has more ----
-
-
 def test_an_output_or_none_passes_by_name_and_by_place() -> None:
     with guarded("out"):
         assert torch.add(torch.ones(2), 1, out=None).tolist() == [2, 2]

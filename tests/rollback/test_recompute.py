@@ -297,9 +297,6 @@ def test_buffers_are_swapped_and_not_written(reentrant: bool) -> None:
     other.backward()
 
 
-# ---- what was written between the two runs ----
-
-
 @MODES
 def test_a_parameter_written_before_backward_is_an_error(reentrant: bool) -> None:
     """As in autograd, with its words, the parameter's name and the block's; torch is silent."""

@@ -57,23 +57,6 @@ def test_what_has_no_elements_is_left_alone() -> None:
     assert lazy[0].in_features == 4
 
 
-def test_two_threads_leave_the_buffers_of_a_shared_module_in_it() -> None:
-    norm = nn.BatchNorm1d(4)
-    buffers = list(norm.buffers())
-
-    def train(_: int) -> None:
-        for _ in range(30):
-            x = torch.randn(5, 4, requires_grad=True)
-            safe_checkpoint(norm, x).sin().sum().backward()
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(train, range(3)))
-    assert all(now is buffer for now, buffer in zip(norm.buffers(), buffers, strict=True))
-
-
-# ---- compiled code ----
-
-
 @pytest.mark.parametrize("name", ["torch's", "ours", "ours, installed"])
 def test_inside_compile_it_is_dynamos_own(name: str, fresh_dynamo: None) -> None:
     """The same graph, and the same gradients, as without the guard."""
@@ -121,9 +104,6 @@ def test_a_compiled_module_inside_a_checkpoint_counts_a_batch_once(fresh_dynamo:
     assert counter.frame_count == 1
 
 
-# ---- what blocks share ----
-
-
 class Left(nn.Module):
     """Leaves its keys where the next block finds them."""
 
@@ -165,16 +145,12 @@ def test_a_tensor_that_a_reentrant_block_leaves_is_named(
     """It has lost its gradient. One that is returned, or detached, is right."""
     box, block = PLACES[place](), Left(place, detached=detached)
     x = torch.ones(2, 3, requires_grad=True)
-    with warnings.catch_warnings(record=True) as caught:
+    scope: Any = torchguard.install("recompute") if installed else contextlib.nullcontext()
+    call = checkpoint if installed else safe_checkpoint
+    with scope, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if installed:
-            with torchguard.install("recompute"):
-                checkpoint = torch.utils.checkpoint.checkpoint
-                result = checkpoint(lambda t: block(t, box), x, use_reentrant=reentrant)
-                (result[0] if place == "returned" else result).sum().backward()
-        else:
-            result = torchguard.safe_checkpoint(lambda t: block(t, box), x, use_reentrant=reentrant)
-            (result[0] if place == "returned" else result).sum().backward()
+        result = call(lambda t: block(t, box), x, use_reentrant=reentrant)
+        (result[0] if place == "returned" else result).sum().backward()
     said = [str(w.message) for w in caught if "use_reentrant=True, and" in str(w.message)]
     assert len(said) == (reentrant and not detached and place != "returned")
 

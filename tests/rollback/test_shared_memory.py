@@ -38,22 +38,14 @@ def _inference() -> torch.Tensor:
         return _shared(2, 2)
 
 
-def _non_leaf() -> torch.Tensor:
-    tensor: torch.Tensor = (torch.ones(2, 2, requires_grad=True) * 1).share_memory_()
-    return tensor
-
-
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: _shared(2, 2),
     "view": lambda: _shared(4, 8)[1:3, 1:7:3],
-    "integers": lambda: _shared(2, 2, dtype=torch.int16),
     "Parameter": _parameter,
-    "transposed Parameter": lambda: _parameter().t(),
     "subclass": lambda: _shared(2, 2).as_subclass(kinds.Watching),
     "conj view": lambda: _shared(2, 2, dtype=torch.complex64).conj(),
     "neg view": lambda: _shared(2, 2, dtype=torch.complex64).conj().imag,
     "inference": _inference,
-    "non-leaf": _non_leaf,
 }
 
 
@@ -63,9 +55,6 @@ def _like(tensor: torch.Tensor, *size: int) -> torch.Tensor:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.real if tensor.is_complex() else tensor
-
-
-# ---- tensors that would have to grow ----
 
 
 OUT: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -106,9 +95,6 @@ def _grow(kind: str) -> list[str]:
 def test_growing_raises_and_changes_nothing(kind: str) -> None:
     assert not ends_the_process(lambda: _grow(kind))
     assert _grow(kind) == []
-
-
-# ---- tensors that fit ----
 
 
 def _several(t: torch.Tensor, make: Callable[..., Any]) -> Any:

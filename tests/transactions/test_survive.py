@@ -97,9 +97,6 @@ def test_killed_it_trains_as_if_nothing_had_happened(name: str, tmp_path: Path) 
     assert len(scales) == (5 if "float16" in options.get("given", ()) else 1)  # grows, overflows
 
 
-# ---- PyTorch alone ----
-
-
 @pytest.mark.slow
 def test_pytorch_alone_is_the_same_only_if_nothing_fails(tmp_path: Path) -> None:
     def run(name: str, script: str, **options: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -98,30 +99,17 @@ def test_sparse_gradients_are_restored_where_a_block_finds_some(made_by: Any) ->
 
 @pytest.mark.filterwarnings("ignore::torchguard.errors.TrainingSetupWarning")
 def test_several_modules_and_optimizers_may_be_any_iterable() -> None:
-    """As the annotations say: the values of a dict, a generator; a Sequential is one module.
-
-    An optimizer may have some of the parameters, and others besides.
-    """
+    """An optimizer may have some of the parameters, and others besides."""
     models = {"first": nn.Sequential(nn.Linear(2, 2)), "second": nn.Linear(2, 2)}
     optimizers = [
         torch.optim.SGD([next(each.parameters()), torch.ones(1)], 0.1) for each in models.values()
     ]
     for model, given in ((models.values(), optimizers), (models["first"], optimizers[:1])):
-        step = torchguard.transaction(model, iter(given))
+        step = torchguard.transaction(model, iter(given), iter([torch.amp.GradScaler("cpu")]))
         with pytest.raises(KeyError), step:
             models["first"][0].eval()  # type: ignore[index]
             raise KeyError
         assert models["first"][0].training  # type: ignore[index]
-
-
-@pytest.mark.parametrize("many", [list, tuple, iter])
-def test_one_scaler_in_a_list_is_taken(many: Any) -> None:
-    model, optimizer = setup()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    step = torchguard.transaction(model, optimizer, many([scaler]))
-    step.run(lambda x: model(x).square().mean(), torch.ones(1, 2))
-    assert step.committed
-    assert scaler.get_scale() == 2.0
 
 
 HOOKS = """
@@ -145,15 +133,29 @@ def test_hooks_of_the_program_see_no_optimizer_of_ours() -> None:
     assert run_python(HOOKS).stdout.split() == ["SGD", "SGD"]
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("kind", ["0-d", "tensor", "module"])
-def test_one_of_what_also_names_needs_no_list(kind: str, several: bool) -> None:
+ITEMS: dict[str, Callable[[], Any]] = {
+    "0-d": lambda: torch.zeros(()),
+    "tensor": lambda: torch.zeros(3),
+    "module": lambda: nn.Sequential(nn.Linear(2, 2)),
+}
+ALSO: dict[str, Callable[[list[Any]], Any]] = {
+    "one": lambda items: items[0],
+    "list": list,
+    "tuple": tuple,
+    "deque": collections.deque,
+    "set": set,
+    "values": lambda items: dict(enumerate(items)).values(),
+}
+
+
+@pytest.mark.parametrize("many", ALSO)
+@pytest.mark.parametrize("kind", ITEMS)
+def test_also_takes_one_or_several_in_any_container(kind: str, many: str) -> None:
     """A tensor is not its rows, and a Sequential is not its layers."""
-    ema = nn.Sequential(nn.Linear(2, 2))
-    each: Any = {"0-d": torch.zeros(()), "tensor": torch.zeros(3), "module": ema}[kind]
-    tensors = list(ema.parameters()) if each is ema else [each]
+    items = [ITEMS[kind]() for _ in range(1 if many == "one" else 2)]
+    tensors = [t for each in items for t in (each.parameters() if kind == "module" else [each])]
     expected = copy.deepcopy(tensors)
-    step = torchguard.transaction(*setup(), also=[each] if several else each)
+    step = torchguard.transaction(*setup(), also=ALSO[many](items))
     with pytest.raises(KeyError), step, torch.no_grad():
         for tensor in tensors:
             tensor.add_(1)
@@ -319,19 +321,6 @@ def test_what_makes_tensors_as_it_is_read_is_not_read(kind: str) -> None:
     with pytest.raises(TypeError, match=f"also has <.*{kind}"):
         torchguard.transaction(*setup(), also=kinds[kind]())
     assert not READ
-
-
-@pytest.mark.parametrize("kind", [list, tuple, collections.deque, set, "values"])
-def test_several_objects_may_be_in_any_container(kind: Any) -> None:
-    tensors = {"a": torch.ones(1), "b": torch.ones(1)}
-    model, optimizer = setup()
-    given = tensors.values() if kind == "values" else kind(tensors.values())
-    step = torchguard.transaction(model, optimizer, also=given)
-    with pytest.raises(KeyError), step:
-        for each in tensors.values():
-            each.mul_(2)
-        raise KeyError
-    assert [each.item() for each in tensors.values()] == [1, 1]
 
 
 def test_a_loader_with_a_state_is_saved() -> None:

@@ -10,7 +10,7 @@ from support.child_process import JOIN_RANKS, run_ranks
 from support.slow import slow_except
 
 WORKER = """
-import copy, signal, warnings
+import signal, warnings
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, TESTS)
@@ -211,14 +211,6 @@ table = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
 result["sparse"] = refused(table)
 static = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
 result["static"] = refused(static)
-plain = copy.deepcopy(static.module)
-for each in (static, plain):  # it trains without the transaction
-    optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
-    for number in range(3):
-        each(torch.ones(1, 2) * number).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-result["trained"] = [torch.equal(*pair) for pair in zip(static.parameters(), plain.parameters())]
 print(json.dumps(result))
 """
 
@@ -268,4 +260,3 @@ def test_what_would_leave_a_rank_waiting_is_refused(results: list[dict[str, Any]
         assert "communication hook" in result["hook"]
         assert "module.0 has sparse=True" in result["sparse"]
         assert "leave out static_graph=True" in result["static"]
-        assert result["trained"] == [True, True]

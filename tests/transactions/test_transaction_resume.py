@@ -176,9 +176,6 @@ def test_moments_go_to_the_parameters_of_the_same_names() -> None:
         assert torch.equal(optimizer.state[ours]["exp_avg"], moment)
 
 
-# ---- a position in the data ----
-
-
 def of_buckets(items: list[torch.Tensor]) -> torchguard.BucketBatchSampler:
     lengths = [1 + 7 * number % 20 for number in range(len(items))]
     return torchguard.BucketBatchSampler(lengths, [5, 10, 20], batch_size=4)
@@ -228,49 +225,6 @@ def test_a_sampler_of_buckets_goes_on_in_the_middle_of_an_epoch(workers: int, st
     step, loader, loss_of = step_over(items, workers)
     step.load_state_dict(state)
     assert train(step, loader, loss_of, 30) == expected[stop:]
-
-
-def test_a_rollback_loads_what_the_block_has_changed_and_nothing_else() -> None:
-    class Holder(Position):
-        loads = 0
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"number": [self.number, torch.ones(2) * self.number]}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.loads += 1
-            self.number = state["number"][0]
-
-    holder, model = Holder(), nn.Linear(1, 1)
-    step = torchguard.transaction(model, torch.optim.SGD(model.parameters()), also=holder)
-    for change in (0, 1):
-        with pytest.raises(ArithmeticError), step:
-            holder.number += change
-            raise ArithmeticError
-        assert (holder.number, holder.loads) == (0, change)
-
-
-# ---- step.run(metric=) ----
-
-
-def test_memory_that_runs_out_doubles_the_parts(recwarn: pytest.WarningsRecorder) -> None:
-    model = nn.Linear(3, 1)
-    step = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    sizes: list[int] = []
-
-    def loss_of(x: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x))
-        if len(x) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-        return model(x).mean()  # type: ignore[no-any-return]
-
-    for _ in range(2):
-        step.run(loss_of, torch.ones(8, 3), parts=2, retry="halve")
-    assert sizes == [4, *[2] * 8]
-    assert [str(each.message).partition(";")[0] for each in recwarn] == [
-        "torchguard: a batch of 8 samples ran out of memory"
-    ]
-    assert step.stats().rollbacks == {"OutOfMemoryError": 1}
 
 
 def test_a_plateau_steps_with_the_metric() -> None:

@@ -102,7 +102,7 @@ class TestOutOfMemory:
     @pytest.mark.parametrize(
         ("samples", "limit", "parts", "sizes"),
         [
-            *((8, 3, 1, [8, 4, 2, 2, 2, 2]), (7, 4, 1, [7, 4, 3])),
+            *((8, 3, 1, [8, 4, 2, 2, 2, 2]), (7, 4, 1, [7, 4, 3]), (8, 2, 2, [4, 2, 2, 2, 2])),
             *((7, 9, 2, [4, 3]), (7, 9, 3, [3, 3, 1]), (7, 9, 99, [1] * 7)),
         ],
     )
@@ -116,7 +116,7 @@ class TestOutOfMemory:
             made.too_large_for(limit),
             made.batch,
             parts=parts,
-            retry="halve" if parts == 1 else None,
+            retry="halve" if limit < samples else None,
             before_step=made.note,
         )
         assert made.sizes == sizes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.bucketed import LADDER, Counting, Net, double, same_gradients, wrap
+from support.bucketed import LADDER, Counting, Net, double, wrap
 from torchguard import _torch, bucketed
 
 EAGER: Any = {"backend": "eager"}
@@ -212,30 +212,13 @@ class TestWays:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_modes_that_record_cuda_graphs_where_there_is_a_gpu(mode: str) -> None:
-    torch.compiler.reset()
-    model = nn.Linear(4, 4)
-    wrapped = wrap(model, buckets=[8], compile={"mode": mode})
-    inputs = [torch.randn(length, 4) for length in (5, 7, 8)]
-    outputs = [wrapped(x) for x in inputs]  # none of them is overwritten by the next
-    for x, found in zip(inputs, outputs, strict=True):
-        torch.testing.assert_close(found, model(x))
-        losses = [each(x).square().sum() for each in (wrapped, model)]
-        same_gradients(losses[0], losses[1], model.parameters(), rtol=1e-3, share=1e-4)
-    assert wrapped.stats().graphs == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_outputs_of_a_bucketed_cuda_graph_stay_when_it_is_replayed(device: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x) * 2 + 1
 
     torch.compiler.reset()
-    on_gpu = device == "cuda"
-    options = {"mode": "reduce-overhead"} if on_gpu else {"backend": "aot_eager"}
-    call = wrap(model, buckets=[8, 16], compile=options)
+    call = wrap(model, buckets=[8, 16], compile={"mode": "reduce-overhead"})
     inputs = [torch.randn(length, 4, device=device) for length in (5, 7, 8, 11, 16, 5, 3)]
     outputs = [call(x) for x in (*inputs, *inputs)]
     for x, found in zip((*inputs, *inputs), outputs, strict=True):

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from support.bucketed import double, in_time, leak, same, wrap
@@ -52,11 +50,6 @@ class TestDerived:
             x = torch.arange(1.0, length + 1)
             same(wrapped(x), function(x))
 
-    def test_a_model_dimension_equal_to_a_bucket_is_not_cut(self) -> None:
-        wrapped = wrap(nn.Linear(3, 8))  # 8 features, and 8 is a bucket
-        assert wrapped(torch.ones(8, 3)).shape == (8, 8)
-        assert wrapped(torch.ones(5, 3)).shape == (5, 8)
-
     def test_of_a_size_that_hangs_on_another_argument(self) -> None:
         """Both give 4 at the size of the bucket, and 2 and 3 at that of the call."""
 
@@ -95,18 +88,6 @@ class TestDerived:
             lambda x: (x, x.shape[1]), torch.ones(2, 5)
         )
         assert in_time(lambda x, n: (x, n))(torch.ones(2, 5), 3)[1] == 3
-
-    @settings(max_examples=30)
-    @given(
-        length=st.integers(0, 16),
-        side=st.sampled_from(["left", "right"]),
-        batch=st.integers(1, 3),
-    )
-    def test_equal_those_without_padding(self, length: int, side: Any, batch: int) -> None:
-        x = torch.randn(batch, length)
-        found = in_time(lambda x: (x.relu(), x.sum(0)), side=side)(x)
-        assert torch.equal(found[0], x.relu())
-        torch.testing.assert_close(found[1], x.sum(0))
 
 
 class Kind(enum.Enum):

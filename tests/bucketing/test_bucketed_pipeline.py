@@ -1,4 +1,4 @@
-"""The parts of bucketed(), each by itself: a spec, the shape of a call, and a proof."""
+"""The parts of bucketed(), each by itself: a spec, and the shape of a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import torchguard
-from torchguard.bucketing.decorator.proof import Leak, prove
-from torchguard.bucketing.decorator.real import OutputShapes, make_extras, real_of
 from torchguard.bucketing.decorator.shape import Call, Shape, shape_of
 from torchguard.bucketing.decorator.spec import Spec
 
@@ -78,38 +75,3 @@ def test_the_shape_of_another_call_is_another(other: Any) -> None:
     assert shape != other()
     with pytest.raises(dataclasses.FrozenInstanceError):
         shape.real = (6,)  # type: ignore[misc]
-
-
-def proven(run: Any, *args: Any, **options: Any) -> Leak | None:
-    """Prove a call of a function, and nothing else."""
-    spec = spec_of(run, **options)
-    call = Call.of(spec, (), args, {})
-    shape = shape_of(spec, call, (True, False, False, False))
-    outputs = OutputShapes(run, spec)
-    return prove(run, shape, real_of(outputs, shape, call, make_extras(spec, call, shape)))
-
-
-def test_a_proof_returns_what_leaks_and_tells_nobody() -> None:
-    x = torch.tensor([[1.0, -2.0, 3.0]])
-    before = torchguard.events()
-    assert proven(lambda x: x * 2, x) is None
-    assert proven(lambda x: x.sum(1), x, fill={"x": 0}) is None
-    leak = proven(lambda x: x.mean(1), x)
-    assert leak is not None
-    assert "padding changes output" in leak.what
-    assert "(t: 3 -> 8 in x)" in leak.what
-    assert "It first differs after mean" in leak.advice
-    with_other_values = proven(lambda x: x.sum(1), x)
-    assert with_other_values is not None
-    assert "fill={'x': 0}" in with_other_values.advice
-    assert torchguard.events() == before
-
-
-def test_a_proof_of_a_call_that_arrives_padded() -> None:
-    x, mask = torch.ones(2, 8), torch.ones(2, 8)
-    x[:, 5:], mask[:, 5:] = 0, 0
-    options: dict[str, Any] = {"dims": {"x": {1: "t"}, "mask": {1: "t"}}, "mask": "mask"}
-    assert proven(lambda x, mask: (x * mask).sum(1) / mask.sum(1), x, mask, **options) is None
-    leak = proven(lambda x, mask: x.mean(1), x, mask, **options)
-    assert leak is not None
-    assert "t: 5 -> 8 in x" in leak.what

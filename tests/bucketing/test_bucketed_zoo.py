@@ -69,7 +69,7 @@ def as_without_padding(
     else:
         close(found.logits[mask != 0], expected.logits[mask != 0])
     if torch.is_grad_enabled():
-        same_gradients(found.loss, expected.loss, model.parameters(), share=TOLERANCE)
+        same_gradients(found.loss, expected.loss, model.parameters(), TOLERANCE)
 
 
 @pytest.mark.parametrize("each", slow_except(IN_TIME, "bert", "gpt2"), ids=str)

@@ -41,17 +41,6 @@ def reference(seen: Mapping[int, float], count: int, cost: Callable[[Any], Any])
     return float(best[-1])
 
 
-observations = st.dictionaries(st.integers(1, 300), st.integers(1, 50), min_size=1, max_size=24)
-
-
-@given(observations, st.integers(1, 9), st.sampled_from(sorted(COSTS)))
-def test_fit_equals_the_plain_reference(seen: dict[int, int], count: int, cost: Any) -> None:
-    count = min(count, len(seen))
-    buckets = Buckets.fit(seen, count, cost=cost)
-    assert len(buckets) <= count
-    assert padded(buckets, seen, COSTS[cost]) == reference(seen, count, COSTS[cost])
-
-
 @given(
     seen=st.dictionaries(st.integers(1, 12), st.integers(1, 9), min_size=1, max_size=5),
     count=st.integers(1, 4),

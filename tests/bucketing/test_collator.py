@@ -130,15 +130,6 @@ def test_rows_of_padding_are_samples_of_length_1() -> None:
     assert batch["text"] == ["a", "a"]
 
 
-def pooled(h: torch.Tensor, mask: torch.Tensor, net: nn.Module) -> torch.Tensor:
-    real = mask[..., None]
-    return h + ((h * real).sum(1) / real.sum(1))[:, None]
-
-
-def of_queries(h: torch.Tensor, mask: torch.Tensor, net: nn.Module) -> torch.Tensor:
-    return functional.scaled_dot_product_attention(h, h, h, attn_mask=mask[:, None])
-
-
 def packed(h: torch.Tensor, mask: torch.Tensor, net: Any) -> torch.Tensor:
     lengths = mask.sum(1)
     given = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
@@ -149,29 +140,12 @@ def packed(h: torch.Tensor, mask: torch.Tensor, net: Any) -> torch.Tensor:
 
 
 MIXERS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = {
-    "MultiheadAttention": (
-        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
-        lambda h, mask, net: h + net(h, h, h, key_padding_mask=~mask)[0],
-    ),
-    "TransformerEncoder": (
-        lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True), 1
-        ),
-        lambda h, mask, net: net(h, src_key_padding_mask=~mask),
-    ),
-    "scaled_dot_product_attention": (nn.Identity, of_queries),
     "softmax": (
         nn.Identity,
         lambda h, mask, net: (h @ h.mT).masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ h,
     ),
-    "mean": (nn.Identity, pooled),
-    "log of a count": (nn.Identity, lambda h, mask, net: h / mask.sum(1)[:, None, None].log1p()),
-    "maximum": (
-        nn.Identity,
-        lambda h, mask, net: h + h.masked_fill(~mask[..., None], -torch.inf).amax(1, True),
-    ),
     "GRU": (lambda: nn.GRU(8, 8, batch_first=True), packed),
-}  # fmt: skip
+}
 
 
 def last_batch(side: Any, rows: int) -> dict[str, torch.Tensor]:
@@ -202,12 +176,11 @@ def trained(mixer: str, batch: dict[str, torch.Tensor], side: str) -> list[torch
     return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("mixer", "side"), [("softmax", "right"), ("softmax", "left"), ("GRU", "right")]
+)
 def test_rows_of_padding_train_as_no_rows_do(mixer: str, side: Any) -> None:
     """A row without a real position makes NaN of the gradient of every weight."""
-    if mixer == "GRU" and side == "left":
-        pytest.skip("packed sequences are padded on the right")
     filled, exact = (trained(mixer, last_batch(side, rows), side) for rows in (5, 2))
     for one, other in zip(filled, exact, strict=True):
         torch.testing.assert_close(one, other)

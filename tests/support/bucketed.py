@@ -82,17 +82,9 @@ def same(found: Any, expected: Any) -> None:
 
 
 def same_gradients(
-    found: torch.Tensor,
-    expected: torch.Tensor,
-    parameters: Iterable[torch.Tensor],
-    *,
-    rtol: float = 0.0,
-    share: float = 5e-5,
+    found: torch.Tensor, expected: torch.Tensor, parameters: Iterable[torch.Tensor], share: float
 ) -> None:
-    """Compare what two losses send to parameters.
-
-    So much of the largest gradient of all may differ: sums over more terms round otherwise.
-    """
+    """Compare what two losses send to parameters, to a share of the largest gradient of all."""
     own = [each for each in parameters if each.requires_grad]
     wanted = torch.autograd.grad(expected, own, allow_unused=True)
     got = torch.autograd.grad(found, own, allow_unused=True)
@@ -100,7 +92,7 @@ def same_gradients(
     for one, other in zip(got, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+            torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
 class Net(nn.Module):

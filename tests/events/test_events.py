@@ -72,6 +72,9 @@ def test_an_event_that_something_else_says_is_logged_at_info(
     kinds = [(entry.levelname, entry.torchguard.kind) for entry in ours]
     told = ("overlap", "miscompiled", "out_of_range", "training_setup")
     assert kinds == [("INFO", kind) for kind in told]
+    assert _first_event("overlap").guard == "overlap"
+    assert "one_hot" in _first_event("out_of_range").message
+    assert "lambda" in _first_event("miscompiled").message
 
 
 def test_each_kind_has_an_advice_and_the_page_gives_it() -> None:
@@ -145,19 +148,6 @@ def test_a_state_that_does_not_load_is_an_event_at_the_line_that_loads_it() -> N
     assert event.where == f"{__file__}:{line}"
 
 
-def test_an_operand_that_is_copied_is_an_event() -> None:
-    x = torch.arange(6.0).reshape(2, 3)
-    with torchguard.install("overlap"), pytest.warns(torchguard.OverlapWarning):
-        x -= x[:, :1]
-    assert _first_event("overlap").guard == "overlap"
-
-
-def test_an_index_out_of_range_is_an_event() -> None:
-    with torchguard.install("checks"), pytest.raises(IndexError):
-        torch.nn.functional.one_hot(torch.tensor([5]), 3)
-    assert "one_hot" in _first_event("out_of_range").message
-
-
 def test_a_file_that_is_kept_is_an_event(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):  # the second on Python 3.14
         torchguard.save(lambda: None, tmp_path / "model.pt")
@@ -190,22 +180,11 @@ def test_a_batch_that_is_halved_and_a_step_that_is_skipped_are_events() -> None:
     assert _first_event("rolled_back").guard == "transaction"
 
 
-def test_a_wrong_graph_and_a_leak_are_events() -> None:
-    def leaks(x: torch.Tensor) -> torch.Tensor:
-        return x.mean()
-
-    bucketed = torchguard.bucketed(leaks, dims={"x": {0: "t"}}, buckets=[8])
+def test_a_leak_is_an_event() -> None:
+    mean = torchguard.bucketed(torch.mean, dims=({0: "t"},), buckets=[8])
     with pytest.raises(torchguard.PaddingLeakError):
-        bucketed(torch.arange(5.0))
+        mean(torch.arange(5.0))
     assert _first_event("padding_leak").guard == "bucketed"
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    wrong = torchguard.verified(backend=lambda *_: lambda x: (x * 3,))(double)
-    with pytest.warns(torchguard.MiscompilationWarning):
-        assert wrong(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert "double" in _first_event("miscompiled").message
 
 
 def test_plans_and_waste_are_tables_in_a_notebook() -> None:

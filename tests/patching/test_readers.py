@@ -126,11 +126,6 @@ def remembered() -> list[Any]:
     return [table[torch.norm], sorted(typing.get_type_hints(torch.norm))]
 
 
-def made_on_meta() -> list[str]:
-    with torch.device("meta"):
-        return [make(2).device.type for make in (torch.zeros, torch.ones, torch.arange)]
-
-
 READERS: dict[str, Callable[[], Any]] = {
     "a table of handlers, filled before": lambda: handled(EARLY),
     "a table of handlers, filled after": lambda: handled(late()),
@@ -138,17 +133,6 @@ READERS: dict[str, Callable[[], Any]] = {
         f in {*EARLY} and f in frozenset(EARLY) and f in [*EARLY] for f in late()
     ],
     "per-sample gradients": per_sample_gradients,
-    "overridable functions": lambda: sorted(
-        f.__name__
-        for functions in torch.overrides.get_overridable_functions().values()
-        for f in functions
-        if hasattr(f, "__name__")
-    ),
-    "names of overrides": lambda: [
-        (torch.overrides.resolve_name(f), torch.overrides.is_tensor_method_or_property(f))
-        for f in late()
-    ],
-    "torch.device": made_on_meta,
     "torch.fx": lambda: traced(lambda x: torch.add(torch.mean(x), torch.norm(x)) + x.add_(1)),
     "TorchScript": lambda: torch.jit.script(Model()).code,
     "TransformerEncoderLayer": lambda: [

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,6 +112,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "dim and buckets swapped": (
         lambda: guard.pad_to_bucket(torch.ones(3), [4], 0),
         "dim is [4], expected a number: pad_to_bucket(x, dim, buckets)",
+    ),
+    "a text for dims": (
+        lambda: guard.bucketed(dims="x", buckets=[4, 8])(double),
+        "dims is 'x', expected {argument: {dim: name}}, such as {'x': {1: 't'}}",
+    ),
+    "an array for a tensor": (
+        lambda: guard.sliced_assign(np.ones(3), 0, 1.0),
+        "sliced_assign: t is of type ndarray, expected a torch.Tensor",
+    ),
+    "a number for also=": (
+        lambda: training(also=3),
+        "also has 3, expected a tensor, a module, a torch.Generator or an object with",
+    ),
+    "a text in also=": (
+        lambda: training(also=[torch.zeros(()), "ema"]),
+        "also has 'ema', expected a tensor, a module",
+    ),
+    "a module for a scheduler": (
+        lambda: training(scheduler=nn.Linear(1, 1)),
+        "scheduler is of type Linear, expected a scheduler of torch.optim",
     ),
     "load a dict": (lambda: guard.load({}), "f is of type dict, expected a path or a file"),
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +12,8 @@ from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
-import torchguard
 from support.miscompiling import verified_backend
-from support.random_programs import Program, attempt, program
+from support.random_programs import attempt, program
 from support.slow import slow_except
 from support.zoo import Architecture, named
 from torchguard import verified
@@ -83,37 +80,6 @@ def test_torchs_own_samples_raise_no_false_alarm() -> None:
             mismatched.append((name, str(report)))
     assert mismatched == []
     assert checked >= len(OPERATORS) - 2
-
-
-def _less_copies(made: Program) -> Program:
-    """Return the program that writes what it reads: ``x[1:] = x[:-1].clone()`` less the copy."""
-    return replace(made, source=re.sub(r"(\] = \w+\[[^]]*\])\.clone\(\)", r"\1", made.source))
-
-
-# Programs with a shift, of which the plain eager run without its copy is wrong.
-SHIFTS = [made for made in map(program, range(60)) if _less_copies(made) != made]
-
-
-def _without_copies(
-    made: Program, compile_: Any = lambda function: function, **options: Any
-) -> Any:
-    """Return what is wrong with a program of which the operands are not copied first."""
-    return attempt(made, lambda _: compile_(_less_copies(made).function()), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::torchguard.OverlapWarning")
-@pytest.mark.filterwarnings("ignore::torchguard.MiscompilationWarning")
-def test_programs_that_overlap_are_wrong_in_plain_eager_and_right_guarded_or_verified() -> None:
-    """The operand's copy is what makes the program right; eager without it is not."""
-    assert sum(bool(_without_copies(made)) for made in SHIFTS[:8]) > 4
-    with torchguard.install("overlap"):
-        for made in SHIFTS:
-            assert _without_copies(made) == [], made.source
-    compile_ = partial(torch.compile, backend=verified_backend("aot_eager"))
-    for made in SHIFTS[:8]:
-        torch._dynamo.reset()
-        assert _without_copies(made, compile_, sizes=(4, 9, 33)) == [], made.source
 
 
 # --- whole models

@@ -85,8 +85,9 @@ def tiny(small: torch.Tensor, large: torch.Tensor, x: torch.Tensor) -> torch.Ten
 
 
 @pytest.mark.parametrize("function", [sigmoids, penalty, scaled, tiny])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "dtype"), zip(FAULTS, (torch.float32, torch.float64, torch.bfloat16), strict=True)
+)
 def test_a_gradient_that_is_small_beside_anothers_is_compared(
     function: Any, fault: str, dtype: torch.dtype
 ) -> None:
@@ -115,15 +116,14 @@ def columns(weight: torch.Tensor, x: torch.Tensor, sizes: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("function", [rows, columns])
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("dtype", "size"),
+    ("fault", "dtype", "size"),
     [
-        (torch.float32, 1e-6),
-        (torch.float32, 1e6),
-        (torch.float64, 1e-8),
-        (torch.bfloat16, 1e-6),
-        (torch.float16, 3e-6),
+        ("negated", torch.float32, 1e-6),
+        ("lost", torch.float32, 1e6),
+        ("thirty times too large", torch.float64, 1e-8),
+        ("negated", torch.bfloat16, 1e-6),
+        ("lost", torch.float16, 3e-6),
     ],
 )
 def test_rows_that_are_small_beside_others_are_compared(

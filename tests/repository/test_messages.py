@@ -98,28 +98,6 @@ def _halved() -> None:
     step.run(loss_of, torch.ones(8, 3), retry="halve")
 
 
-def _compiled_too_often() -> None:
-    def scale(x: torch.Tensor, other: Any) -> torch.Tensor:
-        return x * (other if isinstance(other, int) else other.sum())
-
-    options: dict[str, Any] = {
-        "dims": {"x": {0: "t"}},
-        "buckets": [4],
-        "compile": {"backend": "eager"},
-    }
-    function = torchguard.bucketed(scale, **options)
-    for other in (*range(10), *(torch.ones(size) for size in range(2, 12))):
-        function(torch.ones(3), other)
-
-
-def _by_order() -> None:
-    model = nn.Linear(2, 1)
-    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    step = torchguard.transaction(model, named)
-    other = torchguard.transaction(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step.load_state_dict(other.state_dict())
-
-
 def _skipped() -> None:
     from torchguard.patching import install  # noqa: PLC0415
 
@@ -135,13 +113,6 @@ def _overlap() -> None:
     x = torch.arange(6.0).reshape(2, 3)
     with torchguard.guarded("overlap"):
         x -= x[:, :1]
-
-
-def _new_head() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[1] = nn.Linear(2, 3)
-    torchguard.transaction(model, optimizer)
 
 
 def _not_cleared() -> None:
@@ -161,17 +132,9 @@ def _log_of_a_resize() -> None:
 
 SAID: dict[str, tuple[Callable[[], None], str]] = {
     "batch-halved": (_halved, "a batch of 8 samples ran out of memory; it was run in parts of 4"),
-    "compiled-too-often": (
-        _compiled_too_often,
-        "bucketed: _compiled_too_often.<locals>.scale() was compiled 9 times",
-    ),
-    "optimizer-state-by-order": (
-        *(_by_order, "load_state_dict: the optimizer has names of parameters, the other side has"),
-    ),
     "guard-skipped": (_skipped, "the guard 'x' is off, because it does not protect: it leaves"),
     "miscompiled": (_miscompiled, "the backend <lambda> (torch "),
     "overlap": (_overlap, "__isub__ reads memory that it writes"),
-    "optimizer-of-other-parameters": (_new_head, "transaction: no optimizer has 2 trainable"),
     "gradients-not-cleared": (_not_cleared, "transaction: the gradients that SGD has used"),
     "rolled-back": (_log_of_a_resize, "resize: safe_resize_ failed ("),
 }

@@ -21,14 +21,12 @@ from support.small_training import (
     InjectedError,
     State,
     Training,
-    covering,
     differences,
-    every_case,
     identity_of,
     state_of,
 )
 
-__all__ = ["Case", "covering", "every_case"]  # for the benchmark
+__all__ = ["Case"]
 
 # --- ways of cleaning up ---------------------------------------------------------------------
 

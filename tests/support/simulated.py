@@ -168,19 +168,21 @@ def _no_global_hooks(optimizer: Any) -> None:
         setattr(optimizer, f"{name}_of_later", OrderedDict())
 
 
+def _hooks_around(optimizer: Any, step: Any, this: Any, args: Any, kwargs: Any) -> Any:
+    """Make a step, and call the hooks before and after it."""
+    for hook in optimizer._global_optimizer_pre_hooks.values():
+        hook(this, (this, *args), kwargs)
+    result = step(this, *args, **kwargs)
+    for hook in optimizer._global_optimizer_post_hooks.values():
+        hook(this, (this, *args), kwargs)
+    return result
+
+
 def _hooks_otherwise(optimizer: Any) -> None:
     """Another function, with other names, stands around each step and calls the hooks."""
 
     def profile_hook_step(step: Any) -> Any:
-        def around(this: Any, *args: Any, **kwargs: Any) -> Any:
-            for hook in optimizer._global_optimizer_pre_hooks.values():
-                hook(this, (this, *args), kwargs)
-            result = step(this, *args, **kwargs)
-            for hook in optimizer._global_optimizer_post_hooks.values():
-                hook(this, (this, *args), kwargs)
-            return result
-
-        return around
+        return lambda this, *args, **kwargs: _hooks_around(optimizer, step, this, args, kwargs)
 
     optimizer.Optimizer.profile_hook_step = staticmethod(profile_hook_step)
 
@@ -196,12 +198,7 @@ def _hooks_of_an_object(optimizer: Any) -> None:
             return self if this is None else functools.partial(self, this)
 
         def __call__(self, this: Any, *args: Any, **kwargs: Any) -> Any:
-            for hook in optimizer._global_optimizer_pre_hooks.values():
-                hook(this, (this, *args), kwargs)
-            result = self.step(this, *args, **kwargs)
-            for hook in optimizer._global_optimizer_post_hooks.values():
-                hook(this, (this, *args), kwargs)
-            return result
+            return _hooks_around(optimizer, self.step, this, args, kwargs)
 
     optimizer.Optimizer.profile_hook_step = staticmethod(Around)
 
@@ -457,7 +454,6 @@ def _checks(torchguard: Any) -> None:
 
 
 def _save(torchguard: Any) -> None:
-
     refused = (AttributeError, pickle.PicklingError, TypeError, ImportError)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.pt")

@@ -42,6 +42,40 @@ def test_what_was_compiled_before_is_guarded_between_its_graphs_and_not_compiled
     assert len(set(graphs)) == 1
 
 
+# --- Dynamo, which is imported under guards
+
+
+UNDER_GUARDS = """
+import torch, torchguard
+torchguard.install("resize", "out")
+import torch._dynamo
+
+def function(x):
+    out = torch.empty(2, 2)
+    torch.linalg.inv(x + torch.eye(2), out=out)
+    return torch.add(out, torch.norm(x)) + torch.nn.functional.gelu(x)
+
+def backend(module, inputs):
+    print([getattr(node.target, "__qualname__", node.target) for node in module.graph.nodes])
+    print([type(node.target) for node in module.graph.nodes])
+    return module.forward
+
+def show():
+    torch._dynamo.reset()
+    print(torch.compile(function, backend=backend, fullgraph=True)(torch.ones(2, 2)).tolist())
+
+show()
+torchguard.uninstall()
+show()
+"""
+
+
+def test_graphs_are_the_same_if_dynamo_is_imported_under_guards() -> None:
+    printed = output_of(UNDER_GUARDS).splitlines()
+    assert len(printed) == 6
+    assert printed[:3] == printed[3:]
+
+
 def test_a_compiled_function_is_compiled_anew_when_another_function_stands_there() -> None:
     def one(x: torch.Tensor) -> torch.Tensor:
         return current(x, x)

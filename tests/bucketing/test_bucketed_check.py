@@ -69,16 +69,6 @@ class TestWhenItIsMade:
         with pytest.raises(PaddingLeakError, match="first differs after native_batch_norm"):
             calls[how](x)
 
-    def test_a_call_with_more_inputs_is_proven_on_its_own(self) -> None:
-        def model(x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-            return x * 2 if labels is None else (x - labels).square().mean()
-
-        wrapped = in_time(model, dims={"x": {1: "t"}, "labels": {1: "t"}})
-        x = torch.randn(2, 5)
-        wrapped(x)
-        with pytest.raises(PaddingLeakError):
-            wrapped(x, torch.randn(2, 5))
-
     def test_a_leak_is_found_again_and_counts_as_no_call(self, backend: Counting) -> None:
         wrapped = wrap(lambda x: x.mean(), compile={"backend": backend})
         for _ in range(2):

@@ -345,15 +345,13 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
-def test_no_step_of_an_optimizer_is_a_false_alarm(
-    kind: Any, options: dict[str, Any], backend: str
-) -> None:
+def test_no_step_of_an_optimizer_is_a_false_alarm(kind: Any, options: dict[str, Any]) -> None:
+    """As inductor rounds it, which aot_eager does as eager does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     optimizer = kind(model.parameters(), **options)
-    step = verified(backend=backend)(lambda: optimizer.step())  # noqa: PLW0108 - likewise
+    step = verified()(lambda: optimizer.step())  # noqa: PLW0108 - likewise
     x = torch.randn(8, 16)
 
     def train() -> None:

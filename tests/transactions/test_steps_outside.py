@@ -124,16 +124,6 @@ def accumulated(loop: Loop, number: int) -> None:
             loop.finish(loop.optimizer)
 
 
-def evaluated(loop: Loop, _: int) -> None:
-    with loop.step, torch.no_grad():
-        loop.model.eval()
-        loop.model(X)
-        loop.model.train()
-    with loop.step:
-        loop.backward()
-        loop.finish(loop.optimizer)
-
-
 def warmed_up(loop: Loop, number: int) -> None:
     if not number:
         with loop.step, torch.no_grad():
@@ -231,7 +221,7 @@ def another_training_beside(loop: Loop, number: int) -> None:
 
 
 RIGHT: dict[Callable[[Any, int], None], Callable[[], Loop]] = {
-    accumulated: Loop, evaluated: Loop, warmed_up: Loop, fails_at_first: Loop, overflows: Scaled,
+    accumulated: Loop, warmed_up: Loop, fails_at_first: Loop, overflows: Scaled,
     critic_beside: Gan, each_in_its_own: Pair, both_open: Pair, another_training_beside: Loop,
 }  # fmt: skip
 

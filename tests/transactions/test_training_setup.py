@@ -26,11 +26,6 @@ def replaced_head() -> None:
     torchguard.transaction(model, optimizer)
 
 
-def forgotten_layer() -> None:
-    model = net()
-    torchguard.transaction(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-
-
 def half_of_a_gan() -> None:
     """Both models are given, and of one of them a part is not in its optimizer."""
     generator, discriminator = net(), net()
@@ -47,7 +42,6 @@ def for_replicas() -> None:
 
 WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "replaced head": (replaced_head, r"2 trainable parameters of the model: 1.weight, 1.bias; and"),
-    "forgotten layer": (forgotten_layer, "Freeze them with requires_grad_.False."),
     "half of a GAN": (half_of_a_gan, "no optimizer has 2 trainable parameters"),
     "replicas": (for_replicas, "replicas_agree: no optimizer has 2 trainable"),
 }
@@ -100,19 +94,6 @@ def lora() -> None:
     torchguard.transaction(model, torch.optim.AdamW(adapter.parameters()))
 
 
-def shared() -> None:
-    first, second = net(), net()
-    second[0] = first[0]
-    parameters = {*first.parameters(), *second.parameters()}
-    torchguard.transaction([first, second], torch.optim.AdamW(list(parameters)))
-
-
-def temperature() -> None:
-    """A parameter of the loss, in no model."""
-    model, scale = net(), nn.Parameter(torch.ones(()))
-    torchguard.transaction(model, torch.optim.AdamW([*model.parameters(), scale]))
-
-
 def own_train() -> None:
     """None of the program's code is called to look at the model: it may do anything."""
 
@@ -128,9 +109,7 @@ def own_train() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "make", [gan, average_of_the_weights, lora, shared, temperature, own_train]
-)
+@pytest.mark.parametrize("make", [gan, average_of_the_weights, lora, own_train])
 def test_right_trainings_give_no_warning(make: Callable[[], None]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -163,16 +142,6 @@ def clipped(model: Any, optimizer: Any, step: Any) -> None:
         optimizer.step()
 
 
-def in_a_closure(model: Any, optimizer: Any, step: Any) -> None:
-    def closure() -> Any:
-        loss = model(X).square().mean()
-        loss.backward()
-        return loss
-
-    with step:
-        optimizer.step(closure)
-
-
 def cleared(at_the_end: bool, to_none: bool, parts: int) -> Loop:
     def loop(model: Any, optimizer: Any, step: Any) -> None:
         with step:
@@ -188,13 +157,6 @@ def cleared(at_the_end: bool, to_none: bool, parts: int) -> Loop:
                 optimizer.zero_grad(to_none)
 
     return loop
-
-
-def cleared_through_data(model: Any, optimizer: Any, step: Any) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.data.zero_()
-    clears_nothing(model, optimizer, step)
 
 
 def over_blocks(model: Any, optimizer: Any, step: Any) -> None:
@@ -233,7 +195,6 @@ def after_an_exception(model: Any, optimizer: Any, step: Any) -> None:
 LOOPS: dict[str, tuple[Loop, str | None]] = {
     "nothing": (clears_nothing, "were not cleared"),
     "clipped": (clipped, "were not cleared"),
-    "closure": (in_a_closure, "were not cleared"),
     "one of two": (clears_one_of_two, "were not cleared"),
     **{
         f"cleared at {'end' if end else 'start'} to {'None' if to_none else 'zero'}, {parts} parts":
@@ -242,8 +203,7 @@ LOOPS: dict[str, tuple[Loop, str | None]] = {
     },
     **{
         each.__name__: (each, None)
-        for each in (cleared_through_data, over_blocks, made_by_hand, penalty_by_hand,
-                     after_an_exception)
+        for each in (over_blocks, made_by_hand, penalty_by_hand, after_an_exception)
     },
 }  # fmt: skip
 
@@ -311,20 +271,10 @@ def half_precision(_: Any) -> Any:
     return model, lambda x: model(x.bfloat16()).float()
 
 
-def table(_: Any) -> Any:
-    model = nn.Sequential(nn.Embedding(5000, 2), nn.Linear(2, 1))
-    return model, lambda x: model(torch.arange(len(x)))
-
-
 def backbone(_: Any) -> Any:
     model = net()
     model[0].requires_grad_(False)
     return model, model
-
-
-def layer_wise(parameters: Any) -> Any:
-    groups: Any = [{"params": [p], "lr": 0.1 / n} for n, p in enumerate(parameters, 1)]
-    return torch.optim.AdamW(groups)
 
 
 def plain(_: Any) -> Any:
@@ -343,14 +293,11 @@ STEPS: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "moves from the second step on": (plain, lambda p: Updates(p, "first step"), []),
     "lr 0": (plain, lambda p: torch.optim.SGD(p, lr=0.0), []),
-    "lr below rounding": (plain, lambda p: torch.optim.AdamW(p, lr=1e-12), []),
     "relative lr": (plain, torch.optim.Adafactor, []),
     "tensor lr": (plain, lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)), []),
-    "layer-wise rates": (plain, layer_wise, []),
     "frozen backbone": (backbone, torch.optim.AdamW, []),
     "adapters": (adapters, torch.optim.AdamW, []),
     "half precision": (half_precision, lambda p: torch.optim.AdamW(p, lr=1e-4), []),
-    "rows of a table": (table, lambda p: torch.optim.SGD(p, lr=0.1), []),
 }  # fmt: skip
 
 

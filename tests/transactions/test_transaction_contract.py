@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 import signal
@@ -285,38 +286,45 @@ def test_the_walk_of_a_fused_step_does_not_grow(
     assert walk.changes <= changes, walk.entered
 
 
+def in_a_thread(call: Callable[[], object]) -> list[Exception]:
+    """Call it in another thread; return the SaveError that it raises there."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except torchguard.errors.SaveError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
 def test_a_checkpoint_inside_of_a_block_is_refused(tmp_path: Path) -> None:
     """It would hold half a step. Another thread, and this one after the block, may save."""
     made = Setup()
     state = made.step.state_dict()
+
+    def save() -> None:
+        torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
+
+    def save_a_folder() -> None:
+        with torchguard.checkpoint_folder(tmp_path / "checkpoint"):
+            pass
+
     with made.step:
         made.backward()
-        with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
-            torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
-        with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
-            with torchguard.checkpoint_folder(tmp_path / "checkpoint"):
-                pass
-        other = threading.Thread(target=torchguard.save, args=({}, tmp_path / "other.pt"))
-        other.start()
-        other.join()
-        refused: list[BaseException] = []
-
-        def take() -> None:
-            try:
-                made.step.state_dict()
-            except torchguard.errors.SaveError as error:
-                refused.append(error)
-
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
-        assert len(refused) == 1
-        for call in (made.step.state_dict, lambda: made.step.load_state_dict(state)):
+        load = functools.partial(made.step.load_state_dict, state)
+        for call in (save, save_a_folder, made.step.state_dict, load):
             with pytest.raises(torchguard.errors.SaveError, match="save after the block"):
                 call()
+        assert not in_a_thread(lambda: torchguard.save({}, tmp_path / "other.pt"))
+        assert in_a_thread(made.step.state_dict)
         made.optimizer.step()
     assert [each.name for each in tmp_path.iterdir()] == ["other.pt"]
-    torchguard.save(made.model.state_dict(), tmp_path / "model.pt")
+    save()
 
 
 Saved = Callable[[Any], Any]
@@ -346,29 +354,18 @@ def test_another_thread_saves_copies_of_what_a_block_trains(what: str, tmp_path:
         made.optimizer.step()
         made.optimizer.zero_grad()
     made.taken = made.step.state_dict()
-    raised: list[BaseException] = []
 
     def save() -> None:
-        try:
-            torchguard.save({**LIVE, **APART}[what](made), tmp_path / "saved.pt")
-        except torchguard.errors.SaveError as error:
-            raised.append(error)
-
-    def in_a_thread(call: Callable[[], None]) -> None:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
+        torchguard.save({**LIVE, **APART}[what](made), tmp_path / "saved.pt")
 
     with made.step:
         made.backward()
-        in_a_thread(save)
+        raised = in_a_thread(save)
         made.optimizer.step()
     assert [*tmp_path.iterdir()] == ([] if what in LIVE else [tmp_path / "saved.pt"])
     assert all("another thread is inside a block" in str(each) for each in raised)
     assert bool(raised) == (what in LIVE)
-    raised.clear()
-    in_a_thread(save)
-    assert not raised
+    assert not in_a_thread(save)
 
 
 def test_what_is_written_wrong_is_named() -> None:

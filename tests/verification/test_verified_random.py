@@ -49,6 +49,20 @@ class NoisyBackward(torch.autograd.Function):
         return gradient + torch.randn_like(gradient) * 0.1
 
 
+class DropoutInBackward(NoisyBackward):
+    """No mode sees which function it calls there."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(gradient, 0.3)
+
+
+class BernoulliInBackward(NoisyBackward):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.empty_like(gradient).bernoulli_(0.7)
+
+
 class NoiseForBackward(torch.autograd.Function):
     """Draws in its forward what its backward alone uses."""
 
@@ -116,6 +130,8 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "randn": (lambda x: x + torch.randn(4, 6), (4, 6)),
     "attention": (attention, (2, 4, 8)),
     "noise in a backward": (lambda x: NoisyBackward.apply(x) * 2, (4, 6)),  # type: ignore[no-untyped-call]
+    "dropout in a backward": (lambda x: DropoutInBackward.apply(x) * 2, (4, 6)),  # type: ignore[no-untyped-call]
+    "bernoulli_ in a backward": (lambda x: BernoulliInBackward.apply(x) * 2, (4, 6)),  # type: ignore[no-untyped-call]
     "checkpointed": (recomputed(lambda x: dropping()(x.sin()).cos()), (4, 6)),
     "checkpointed, by eager": (
         recomputed(lambda x: dropping(name="alpha_dropout")(x.sin()).cos()), (4, 6)
@@ -319,13 +335,18 @@ def test_the_program_draws_what_it_draws_without_it(backend: str) -> None:
 
 
 def test_new_sizes_share_graphs_of_an_operator() -> None:
+    def function(x: torch.Tensor) -> Any:
+        rows, columns = x.shape
+        bounds = torch.randint(rows, (2,)), torch.randint(rows, columns, (3,))
+        return dropping()(x) + torch.rand(x.shape), *bounds, torch.randperm(columns)
+
     with inductor_without_code():
-        checked = verified(dynamic=True)(lambda x: dropping()(x) + torch.rand(x.shape))
+        checked = verified(dynamic=True)(function)
         for rows in range(3, 9):
             checked(torch.ones(rows, 2 * rows))
         (graph,) = stats(checked).graphs
         assert (graph.status, graph.checks) == ("verified", 6)
-        assert sum(map(len, draws._compiled.values())) == 2
+        assert sum(map(len, draws._compiled.values())) == 5
 
 
 def test_several_calls_are_checked() -> None:

@@ -218,15 +218,22 @@ class EagerDraws(SeesEveryOperator):
         like: EagerDraws | None = None,
         *,
         dynamic: bool = False,
+        doubt_drops: bool = False,
     ) -> None:
-        """``inner`` compiles. ``like``: a run in narrower dtypes, whose numbers are drawn again."""
+        """``inner`` compiles. ``like``: a run in narrower dtypes, whose numbers are drawn again.
+
+        ``doubt_drops``: whether that of which :attr:`doubt` tells is taken for a dropout.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[Draw] = Counter()
         self.problem = ""
         """Why its numbers can't be chosen."""
+        self.doubt = ""
+        """What may be a dropout or not, of all that draws."""
         self.function = ""
         """The function that runs."""
         self._seeds, self._inner, self._dynamic = seeds, inner, dynamic
+        self._doubt_drops = doubt_drops
         self._drawn: dict[tuple[torch.device, int], _Drawn] = {}
         """By the seed of a generator, at which it begins."""
         self._like = {} if like is None else like._drawn
@@ -297,12 +304,13 @@ class EagerDraws(SeesEveryOperator):
         if func is aten.native_dropout.default:
             filled = filled[1:]
         elif func is aten.bernoulli_.float and args[0].device.type == "cpu":
-            if now.function in _DROPOUT:
+            is_dropout = now.function in _DROPOUT
+            if not is_dropout and not _BERNOULLI.search(now.function):
+                self.doubt, is_dropout = now.function or "a backward", self._doubt_drops
+            if is_dropout:
                 keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
                 target, filled = aten.native_dropout.default, [result]
                 given, dtypes = ((args[0], round(1 - keep, 12), True), {}), dtypes[:1]
-            elif not _BERNOULLI.search(now.function):
-                self.problem = f"it is not known whether {now.function or 'a backward'} drops out"
         # Of a dropout the mask alone: the scale is eager's, and is checked.
         is_mask = target is aten.native_dropout.default
         wanted = [1] if is_mask else range(len(filled))
@@ -413,7 +421,14 @@ def compiled_alone(
             return [graph.call_method("size", (sized, dim)) for dim in range(len(value))]
         return [put(each) for each in value]
 
-    made = tuple(map(put, args)), {name: put(value) for name, value in kwargs.items()}
+    parameters = schema_of(func).arguments[: len(args)]
+    made = (
+        tuple(
+            put((value,))[0] if dynamic and _is_bound(parameter.name, value) else put(value)
+            for parameter, value in zip(parameters, args, strict=True)
+        ),
+        {name: put(value) for name, value in kwargs.items()},
+    )
     node = graph.call_function(func, *made)
     if len(schema_of(func).returns) > 1:
         graph.output(tuple(graph.call_function(operator.getitem, (node, each)) for each in wanted))
@@ -434,6 +449,11 @@ def compiled_alone(
         compiled = inner.compile(module, tensors if sizes is None else sizes.fakes)
     known.append((sizes, compiled))
     return compiled, tensors
+
+
+def _is_bound(name: str, value: Any) -> bool:
+    """Whether this is a bound of randint or randperm, which may follow a size of the program."""
+    return name in {"low", "high", "n"} and type(value) is int and 1 < value < 2**31
 
 
 def _dtype_of(value: Any) -> torch.dtype | None:

@@ -41,6 +41,26 @@ class TestWhatItLeaves:
         assert x.grad is None
         assert wrapped.stats().calls == 0
 
+    def test_weights_in_the_same_memory_are_as_before(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.flat = nn.Parameter(torch.ones(6))
+                self.first = nn.Parameter(self.flat.detach()[:3])
+                self.again = nn.Parameter(self.flat.detach())
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return (x * self.first).mean() + self.flat.sum() + self.again.sum()
+
+        net = Tied()
+        saved = (net.flat * net.again.detach()).sum()
+        versions = [each._version for each in net.parameters()]
+        with pytest.raises(PaddingLeakError):
+            wrap(net).verify(torch.randn(5, 3))
+        assert torch.equal(net.flat, torch.ones(6))
+        assert [each._version for each in net.parameters()] == versions
+        saved.backward()  # which needs the weights as they were
+
 
 class TestWhenItIsMade:
     @pytest.mark.parametrize("how", ["closure", "argument", "attribute", "list"])

@@ -189,6 +189,31 @@ def test_sam_steps_by_the_optimizer_in_it() -> None:
     assert train(1) == train(None)
 
 
+class Outer(Optimizer):
+    """Steps another optimizer, which the transaction is given too."""
+
+    def __init__(self, params: Any, other: Optimizer) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.other = other
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.other.step()
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad)
+
+
+def test_an_optimizer_that_is_given_and_inside_of_another_steps_with_it() -> None:
+    nets = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner = torch.optim.SGD(nets[0].parameters(), lr=0.1, momentum=0.9)
+    outer = Outer(nets[1].parameters(), inner)
+    step = torchguard.transaction(nets, [outer, inner])
+    with step:
+        nets[1](nets[0](torch.ones(1, 2))).sum().backward()
+        outer.step()
+    assert step.committed
+
+
 class Unhooked(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         self.original_optimizer = optimizer

@@ -55,6 +55,13 @@ def step_outside(loop: Loop, _: int) -> None:
     loop.finish(loop.optimizer)
 
 
+def accumulation_stepped_outside(loop: Loop, number: int) -> None:
+    with loop.step:
+        loop.backward()
+    if number % 2:
+        loop.finish(loop.optimizer)
+
+
 def inside_the_closure(loop: Loop, _: int) -> None:
     """As Lightning's automatic optimization runs ``training_step``."""
 
@@ -91,6 +98,7 @@ def new_beside(loop: Loop, _: int) -> None:
 WRONG: dict[Callable[[Loop, int], None], str] = {
     all_outside: "AdamW steps outside of the block",
     step_outside: "AdamW steps outside of the block",
+    accumulation_stepped_outside: "AdamW steps outside of the block",
     inside_the_closure: "AdamW steps outside of the block",
     new_outside: "AdamW steps outside of the block",
     new_later: "AdamW, which the transaction was not given, has stepped over its parameters",
@@ -122,6 +130,15 @@ def accumulated(loop: Loop, number: int) -> None:
         loop.backward()
         if number % 4 == 3:
             loop.finish(loop.optimizer)
+
+
+def evaluated_at_the_end(loop: Loop, number: int) -> None:
+    with loop.step:
+        if number < 3:
+            loop.backward()
+            loop.finish(loop.optimizer)
+        else:
+            loop.model(X)
 
 
 def warmed_up(loop: Loop, number: int) -> None:
@@ -157,6 +174,16 @@ def overflows(loop: Any, number: int) -> None:
         loop.scaler.step(loop.optimizer)
         loop.scaler.update()
         loop.optimizer.zero_grad()
+
+
+def overflows_in_an_accumulation(loop: Any, number: int) -> None:
+    with loop.step:
+        loss = loop.model(X).square().mean() * (float("inf") if number < 3 else 1.0)
+        loop.scaler.scale(loss).backward()
+        if number % 2:
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+            loop.optimizer.zero_grad()
 
 
 class Gan(Loop):
@@ -221,8 +248,9 @@ def another_training_beside(loop: Loop, number: int) -> None:
 
 
 RIGHT: dict[Callable[[Any, int], None], Callable[[], Loop]] = {
-    accumulated: Loop, warmed_up: Loop, fails_at_first: Loop, overflows: Scaled,
-    critic_beside: Gan, each_in_its_own: Pair, both_open: Pair, another_training_beside: Loop,
+    accumulated: Loop, evaluated_at_the_end: Loop, warmed_up: Loop, fails_at_first: Loop,
+    overflows: Scaled, overflows_in_an_accumulation: Scaled, critic_beside: Gan,
+    each_in_its_own: Pair, both_open: Pair, another_training_beside: Loop,
 }  # fmt: skip
 
 

@@ -237,6 +237,21 @@ def test_ctrl_c_waits_from_the_first_step_to_the_end_of_the_block(kind: str) -> 
     assert made.step.committed
 
 
+def test_a_step_that_a_scaler_has_skipped_counts_once_it_is_updated() -> None:
+    made = Setup("foreach")
+    scaler = torch.amp.GradScaler("cpu")
+    step = torchguard.transaction(made.model, made.optimizer, scaler)
+    for number in (float("inf"), 1.0):
+        with step:
+            scaler.scale(made.model(torch.ones(4, 2) * number).sum()).backward()
+        assert not step.committed
+        with step:
+            scaler.step(made.optimizer)
+            scaler.update()
+        assert step.committed
+        made.optimizer.zero_grad()
+
+
 def test_one_autocast_scope_around_several_steps_does_not_use_casts_of_old_weights() -> None:
     """PyTorch alone trains on the first cast of each weight: the loss stays as it was."""
     losses: list[list[float]] = []

@@ -12,6 +12,7 @@ from torch import nn
 
 import torchguard
 from support.small_training import everything
+from support.training import Failure, fail
 
 INFINITY, NAN = float("inf"), float("nan")
 FUSED = {
@@ -81,6 +82,31 @@ def test_buffers_go_back_to_where_the_accumulation_began(
     train(model, optimizer, step, *scales)
     assert step.stats().skipped == 1
     assert everything(model, optimizer) == before
+
+
+def test_an_accumulation_that_was_given_up_does_not_count() -> None:
+    """Its gradients are gone when the next one begins, whose first block says where to go back."""
+    model, optimizer, step = training("AdamW", foreach=False)
+    with step:
+        model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.zero_grad()
+    before = everything(model, optimizer)
+    train(model, optimizer, step, 1.0, NAN)
+    assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("flags", [{"foreach": True}, {"foreach": False}])
+def test_a_skipped_step_that_fails_afterwards_is_undone(flags: dict[str, bool]) -> None:
+    model, optimizer, step = training("AdamW", **flags)
+    train(model, optimizer, step)
+    before = everything(model, optimizer)
+    handle = optimizer.register_step_post_hook(fail)
+    with pytest.raises(Failure), step:
+        (model(torch.randn(4, 3)).mean() * NAN).backward()
+        optimizer.step()
+    handle.remove()
+    assert everything(model, optimizer)[0] == before[0]
+    train(model, optimizer, step)
 
 
 def test_large_gradients_are_finite_and_a_loss_that_is_not_is_enough_in_run() -> None:
@@ -221,6 +247,37 @@ def test_statistics_go_back_with_the_weights_that_were_not_moved(
         assert moved == [i not in bad for i in range(2)]
         assert [bool(norm.num_batches_tracked) for norm in norms] == moved
         assert step.stats().skipped == len(bad)
+
+
+def test_a_model_that_two_optimizers_share_goes_back_if_both_are_skipped() -> None:
+    """As Muon and AdamW share one."""
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 1))
+        matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1)
+        rest = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2])
+        step = torchguard.transaction(model, [matrices, rest], skip_nonfinite=True)
+        with step:
+            (model(torch.randn(4, 3)).square().mean() * NAN).backward()
+            if not bad:
+                for each in rest.param_groups[0]["params"]:
+                    each.grad = torch.ones_like(each)
+            matrices.step()
+            rest.step()
+        assert bool(model.get_buffer("1.num_batches_tracked")) is not bad
+
+
+def test_autograd_sees_what_forward_has_written_to_a_buffer() -> None:
+    model, optimizer, step = training("SGD")
+    buffer = model.get_buffer("1.running_mean")
+    other = torch.ones(3, requires_grad=True)
+    with step:
+        product = (other * buffer).sum()
+        model(torch.randn(4, 3)).sum().backward()
+        buffer.mul_(5)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 class TakesAModel(torch.optim.SGD):

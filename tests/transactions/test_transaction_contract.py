@@ -144,7 +144,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("compared_by", ["Dynamo", "a loop"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_parameter_that_was_changed_between_blocks_is_seen(
+def test_a_tensor_that_was_changed_between_blocks_is_seen(
     change: str, compared_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its layout and memory at the beginning of the block are restored, and its copies fit."""
@@ -153,18 +153,21 @@ def test_a_parameter_that_was_changed_between_blocks_is_seen(
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
     model = nn.Module()
     model.weight = weight
+    model.register_buffer("table", torch.arange(6.0).view(2, 3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, foreach=True)
     step = torchguard.transaction(model, optimizer)
 
     def seen() -> Any:
-        return weight.shape, weight.stride(), weight.dtype, weight.data_ptr(), weight.tolist()
+        tensors = weight, model.get_buffer("table")
+        return [(t.shape, t.stride(), t.dtype, t.data_ptr(), t.tolist()) for t in tensors]
 
     for _ in range(2):
         with step:
             (weight * weight).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    weight.data = CHANGES[change](weight.data)
+    for tensor in (weight, model.get_buffer("table")):
+        tensor.data = CHANGES[change](tensor.data)
     optimizer.state.clear()
     before = seen()
     with pytest.raises(Failure), step:

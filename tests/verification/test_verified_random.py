@@ -474,6 +474,19 @@ def test_a_planted_fault_is_found(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_fault_is_found_beside_what_a_backward_draws() -> None:
+    """Inductor draws it in the forward already."""
+
+    def function(x: torch.Tensor) -> Any:
+        return NoisyBackward.apply(functional.dropout(x.tanh(), 0.5)).exp()  # type: ignore[no-untyped-call]
+
+    with inductor_without_code(FAULTS["early"]):
+        checked = verified(function)
+        checked(torch.randn(4, 6, requires_grad=True))
+        assert [graph.status for graph in stats(checked).graphs] == ["mismatched"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_reproducer_has_both_draw_the_same() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return functional.dropout(x.tanh(), 0.5).exp()

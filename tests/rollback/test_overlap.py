@@ -306,6 +306,15 @@ def test_nothing_is_said_of_a_line_that_is_right(name: str, size: int) -> None:
         assert torch.equal(layout, expected)
 
 
+@pytest.mark.usefixtures("on")
+def test_a_mask_is_no_such_value() -> None:
+    x = torch.rand(70, 70, generator=torch.Generator().manual_seed(0)) > 0.5
+    expected = x.clone().masked_fill_(x[:1].clone(), value=False)
+    with pytest.warns(OverlapWarning):
+        x.masked_fill_(x[:1], value=False)
+    assert torch.equal(x, expected)
+
+
 @pytest.mark.usefixtures("error")
 def test_fake_tensors_are_not_asked_where_they_lie() -> None:
     torch.set_warn_always(True)
@@ -381,6 +390,13 @@ def test_gradients_are_those_of_the_program_with_copies() -> None:
         t.pow(2).sum().backward()
         found.append((start.grad.tolist(), t._version))  # type: ignore[union-attr]
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("on")
+def test_a_sparse_tensor_passes() -> None:
+    sparse = torch.eye(3).to_sparse()
+    sparse.add_(sparse)
+    assert torch.equal(sparse.to_dense(), 2 * torch.eye(3))
 
 
 def computes(x: torch.Tensor) -> torch.Tensor:

@@ -280,6 +280,19 @@ def test_autograd_sees_what_forward_has_written_to_a_buffer() -> None:
         product.backward()
 
 
+def test_gradients_stay_and_a_buffer_that_is_not_contiguous_goes_back_too() -> None:
+    model, optimizer, _ = training("AdamW", foreach=False)
+    model.register_buffer("odd", torch.zeros(2, 6)[:, ::2])
+    step = torchguard.transaction(model, optimizer, skip_nonfinite=True)
+    with step:
+        model.get_buffer("odd").add_(1)
+        (model(torch.randn(4, 3)).mean() * NAN).backward()
+        gradients = [id(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        assert [id(parameter.grad) for parameter in model.parameters()] == gradients
+    assert not model.get_buffer("odd").any()
+
+
 class TakesAModel(torch.optim.SGD):
     def step(self, closure: Any = None, *, model: Any = None) -> Any:
         assert isinstance(model, nn.Module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import namedtuple
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,8 +13,8 @@ import torch
 from support import kinds
 from support.kinds import state
 from support.ways import differences, ends_the_process, outcome_of
-from torchguard import guarded
-from torchguard.errors import NonResizableStorageError
+from torchguard import guarded, rollback_on_error, transaction
+from torchguard.errors import NonResizableStorageError, UnrecoverableStepError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,3 +147,39 @@ def test_what_fits_is_what_bare_torch_makes_of_it(kind: str, mode: Any) -> None:
 
     for name, call in FITS.items():
         assert outcome(call, guarded()) == outcome(call, nullcontext()), name
+
+
+# ---- a block that gives shared memory up ----
+
+
+def _in_rollback(tensor: torch.Tensor, *, data: bool) -> None:
+    def fails() -> None:
+        with suppress(KeyError), rollback_on_error(tensor, data=data):
+            tensor.untyped_storage().resize_(0)
+            raise KeyError
+
+    with pytest.warns(UserWarning, match="made smaller, and can't grow again"):
+        fails()
+
+
+def _in_a_step() -> None:
+    model = torch.nn.Linear(2, 2).share_memory()
+    step = transaction(model, torch.optim.SGD(model.parameters()), undo="copy")
+    with pytest.raises(UnrecoverableStepError, match="can't grow again"), step:
+        model.weight.untyped_storage().resize_(0)
+        raise KeyError
+
+
+GIVES_UP: dict[str, Callable[[], None]] = {
+    "metadata": lambda: _in_rollback(_shared(4), data=False),
+    "elements": lambda: _in_rollback(_shared(4), data=True),
+    "a view": lambda: _in_rollback(_shared(4)[1:3], data=True),
+    "a step": _in_a_step,
+}
+
+
+@pytest.mark.parametrize("block", GIVES_UP)
+def test_memory_that_can_not_come_back_is_said_to_be_lost(block: str) -> None:
+    """No allocator can grow it again: the process would end in the rollback."""
+    assert not ends_the_process(GIVES_UP[block])
+    GIVES_UP[block]()

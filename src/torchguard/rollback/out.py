@@ -17,7 +17,7 @@ from torchguard._pytree import flatten, unflatten
 from torchguard._torch import computing_unseen, original_of, patch, without_torch_function
 from torchguard.errors import NonResizableStorageError
 from torchguard.state.process import roll_back
-from torchguard.state.tensors import Snapshot, capture
+from torchguard.state.tensors import Snapshot, capture, lacks_allocator
 
 SWITCH = patch.Switch()
 """Whether the guard "out" is on."""
@@ -74,16 +74,6 @@ def _undo(saved: list[Snapshot], error: BaseException) -> None:
 
 
 # ---- storage in shared memory ----
-#
-# torch thinks that it can grow, untyped_storage().resizable() says True, and there is no allocator
-# to do it with: torch.ones(4).share_memory_().resize_(1000) calls through a null pointer, and so
-# does an out= that has to grow.
-
-
-def lacks_allocator(storage: torch.UntypedStorage) -> bool:
-    """Whether growing this storage would call through a null pointer."""
-    # CUDA storage always claims to be shared. A shared file mapping says itself that it can't grow.
-    return storage.is_shared() and storage.resizable() and storage.device.type == "cpu"
 
 
 def cannot_grow(

@@ -28,9 +28,9 @@ from torchguard._absent import ABSENT
 from torchguard._events import record
 from torchguard._public import public
 from torchguard._torch import overriding, patch, untyped_storage_of, without_torch_function
-from torchguard.rollback.out import cannot_grow, lacks_allocator
+from torchguard.rollback.out import cannot_grow
 from torchguard.state.process import roll_back
-from torchguard.state.tensors import Snapshot, bytes_needed, capture
+from torchguard.state.tensors import Snapshot, bytes_needed, capture, lacks_allocator
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 

@@ -99,6 +99,9 @@ class Snapshot(NamedTuple):
         )
         with without_torch_function():
             if autograd is not None:
+                if autograd.cannot_grow and _nbytes(self.storage) < self.nbytes:
+                    attempt(_say_lost)  # nothing can be read or written there any more
+                    return
                 attempt(_restore_kind, tensor, autograd)
             attempt(_restore_layout, self, version)
             if elements is not None:
@@ -130,6 +133,8 @@ class _Autograd(NamedTuple):
     """A clone that leads to ``grad_fn``: copying it in again leads there too."""
 
     data: bool
+    cannot_grow: bool = False
+    """Whether its storage lacks an allocator: one that was made smaller no longer says so."""
 
 
 def capture(tensor: torch.Tensor, data: bool = False, *, autograd: bool = False) -> Snapshot:
@@ -192,10 +197,29 @@ def _capture_autograd(tensor: torch.Tensor, data: bool) -> _Autograd:
             tensor.data if plain else None,
             tensor.clone() if data and tensor.grad_fn is not None else None,
             data,
+            plain and lacks_allocator(tensor.untyped_storage()),
         )
 
 
 # ---- restore one tensor ----
+
+
+def lacks_allocator(storage: torch.UntypedStorage) -> bool:
+    """Whether growing this storage would call through a null pointer: it lies in shared memory.
+
+    PyTorch thinks that it can grow, and ``resizable()`` says so, but there is no allocator:
+    ``torch.ones(4).share_memory_().resize_(1000)`` ends the process.
+    """
+    # CUDA storage always claims to be shared. A shared file mapping says itself that it can't grow.
+    return storage.is_shared() and storage.resizable() and storage.device.type == "cpu"
+
+
+def _nbytes(storage: torch.UntypedStorage | None) -> int:
+    return 0 if storage is None else storage.nbytes()
+
+
+def _say_lost() -> None:
+    raise RuntimeError("its storage lay in shared memory, was made smaller, and can't grow again")
 
 
 def _restore_kind(tensor: torch.Tensor, saved: _Autograd) -> None:
@@ -384,6 +408,10 @@ class Bulk:
         if not self.is_current():  # x.data = y, in a step that is rolled back
             for tensor, alias in zip(self._viewed, self._aliases, strict=True):
                 tensor.data = alias
+        for flat in (each for flats in self._flats for each in flats):
+            end = flat.storage_offset() + flat.numel()
+            if flat.untyped_storage().nbytes() < flat.itemsize * end:
+                _say_lost()
         write_back(self._flats, copies)
 
     def differing(self, copies: list[Tensor]) -> Iterator[Tensor]:

@@ -79,18 +79,22 @@ def steps(nets: list[str], device: str) -> Iterator[Comparison]:
 def memory(which: str, name: str, device: str) -> dict[str, int]:
     """Count what a block holds when its optimizer has stepped, next to what a deep copy holds."""
     net, optimizer = trained(which, name, device)
-    step = torchguard.transaction(net, optimizer)
-    # The second block ends the checks of first steps, and the third finds what is kept.
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # makes its state
+    step, gradients = torchguard.transaction(net, optimizer), [p.grad for p in net.parameters()]
+    held = at_step = 0
+    # The second block ends the checks of first steps; what a block leaves to the next counts.
     for _ in range(3):
-        held = held_bytes(step.__enter__, device)
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        held += held_bytes(optimizer.step, device)
-        step.__exit__(None, None, None)
         optimizer.zero_grad()
+        held += held_bytes(step.__enter__, device)
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        at_step = held + held_bytes(optimizer.step, device)
+        held = at_step + held_bytes(lambda: step.__exit__(None, None, None), device)
     copied = held_bytes(lambda: deep_copies(net, optimizer), device)
     weights, buffers = (sum(each.nbytes for each in of()) for of in (net.parameters, net.buffers))
-    return {"held": held, "deepcopy": copied, "parameters": weights, "buffers": buffers}
+    return {"held": at_step, "deepcopy": copied, "parameters": weights, "buffers": buffers}
 
 
 def run(setting: Setting) -> Results:
@@ -119,7 +123,7 @@ BENCHMARK = Benchmark(
         Table(
             {
                 "": "{what}",
-                "transaction": "{held:held}",
+                "transaction": "{held:bytes}",
                 "a deep copy": "{deepcopy:bytes}",
                 "parameters": "{parameters:bytes}",
                 "buffers": "{buffers:bytes}",

@@ -146,11 +146,7 @@ COSTS = (
 )  # fmt: skip
 """The page's rows, in its order."""
 
-README = (
-    FUSED,
-    replace(FIRST_DROPOUT, what=f"{FIRST_CALL.what} with dropout"),
-    ALL_GUARDS,
-)
+README = (FUSED, replace(FIRST_DROPOUT, what=f"{FIRST_CALL.what} with dropout"), ALL_GUARDS)
 
 
 def table(costs: Iterable[Cost], newest: Newest) -> str:

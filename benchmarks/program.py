@@ -53,7 +53,8 @@ class Setting:
         for row in rows:
             self.stream.keep(part, row)
             found.append(row)
-            print(text(row))
+            medians = {name: getattr(value, "median", value) for name, value in row.items()}
+            print(", ".join(f"{name} {value}" for name, value in medians.items()))
         return found
 
     def collect(self, cases: Iterable[Case], part: str = "rows") -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
     Table({"": "{what}", "per call": "{baseline_ns.median:time}"})
 
 ``{ratio.median:times}`` looks ``median`` up in the row's ``ratio``. Beside Python's own format
-specifications there are ``time`` (nanoseconds), ``bytes``, ``held``, ``times`` and ``percent``.
+specifications there are ``time`` (nanoseconds), ``bytes``, ``times`` and ``percent``.
 A cell is empty where the row lacks one of its values or has None there, and a column that is empty
 in every row is left out. In the first column a value stands once for the rows that share it.
 """
@@ -46,7 +46,6 @@ def _bytes(number: int) -> str:
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "time": _time,
     "bytes": _bytes,
-    "held": lambda number: _bytes(number) if number > 0 else "nothing",  # it may free some
     "times": lambda ratio: f"{ratio:.2f}×",
     "percent": lambda share: f"{100 * share:.0f} %",
 }

@@ -159,17 +159,17 @@ def table(costs: Iterable[Cost], newest: Newest) -> str:
     parts = [
         markdown(HEADER, here),
         f"On a GPU:\n\n{markdown(HEADER, there)}" if there else "Not tested on a GPU yet.",
-        f"Medians of rounds, ratios too (not quotients of times), {made}." if made else "",
+        f"Medians of rounds, ratios too (not quotients of times): {made}." if made else "",
     ]
     return "\n\n".join(filter(None, parts))
 
 
 def _made(records: Iterable[Row]) -> str:
-    """Say with which PyTorch the records were made, and on which machines when."""
-    machines: dict[str, dict[str, None]] = {}
+    """Say with which PyTorch, on which machines and when the records were made."""
+    days: dict[str, dict[str, None]] = {}
     for record in records:
-        hardware, day = record["hardware"], record["date"][:10]
-        torch = f"with PyTorch {record['versions']['torch']} on {hardware['cores']} cores"
-        made = f"{hardware['cpu']}, {day}, `{record['revision']}`"
-        machines.setdefault(torch, {})[made] = None
-    return "; ".join(f"{torch} ({'; '.join(made)})" for torch, made in machines.items())
+        torch, hardware = record["versions"]["torch"], record["hardware"]
+        machine = f"PyTorch {torch} on {hardware['cores']} cores of an {hardware['cpu']}"
+        day = f"{machine}, {record['date'][:10]}"
+        days.setdefault(day, {})[f"`{record['revision']}`"] = None
+    return "; ".join(f"{day} ({', '.join(commits)})" for day, commits in days.items())

@@ -35,7 +35,7 @@ demo: $(VENV)/test.stamp ## show six failures, in PyTorch and with torchguard
 doctor: $(VENV)/test.stamp ## show which defects torch has and whether the guards close them
 	$(BIN)/python -m torchguard doctor $(DOCTOR_OPTIONS)
 
-test: $(VENV)/test.stamp ## run the tests, each promise once: seven minutes on two cores
+test: $(VENV)/test.stamp ## run the tests, each promise once: six minutes on two cores
 	$(PYTEST) -m "not slow" $(PYTEST_OPTIONS)
 
 test-all: $(VENV)/test.stamp test-device ## run everything: sweeps, models, ranks, pages, the doctor

@@ -170,11 +170,24 @@ def _in_a_step() -> None:
         raise KeyError
 
 
+def _after_a_step() -> None:
+    """Memory that is not shared, which the copies of the step would be written to."""
+    models = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(each.parameters()) for each in models]
+    step = transaction(models, optimizers)
+    with pytest.raises(UnrecoverableStepError, match="smaller than the tensor in it"), step:
+        models[1](models[0](torch.ones(1, 2))).sum().backward()
+        optimizers[0].step()
+        models[0].weight.untyped_storage().resize_(0)
+        raise KeyError
+
+
 GIVES_UP: dict[str, Callable[[], None]] = {
     "metadata": lambda: _in_rollback(_shared(4), data=False),
     "elements": lambda: _in_rollback(_shared(4), data=True),
     "a view": lambda: _in_rollback(_shared(4)[1:3], data=True),
     "a step": _in_a_step,
+    "after a step": _after_a_step,
 }
 
 

@@ -93,15 +93,13 @@ class Snapshot(NamedTuple):
         """
         tensor, elements, autograd = self.tensor, self.elements, self.autograd
         version = self.version if version is None else version
-        attempt = partial(
-            warn_if_refused,
-            failure=f"could not restore a tensor of shape {tuple(self.size)}",
-        )
+        failure = f"could not restore a tensor of shape {tuple(self.size)}"
+        attempt = partial(warn_if_refused, failure=failure)
         with without_torch_function():
             if autograd is not None:
                 if autograd.cannot_grow and _nbytes(self.storage) < self.nbytes:
-                    attempt(_say_lost)  # nothing can be read or written there any more
-                    return
+                    note_refused(failure, RuntimeError(_LOST))
+                    return  # nothing can be read or written there any more
                 attempt(_restore_kind, tensor, autograd)
             attempt(_restore_layout, self, version)
             if elements is not None:
@@ -133,7 +131,7 @@ class _Autograd(NamedTuple):
     """A clone that leads to ``grad_fn``: copying it in again leads there too."""
 
     data: bool
-    cannot_grow: bool = False
+    cannot_grow: bool
     """Whether its storage lacks an allocator: one that was made smaller no longer says so."""
 
 
@@ -214,12 +212,11 @@ def lacks_allocator(storage: torch.UntypedStorage) -> bool:
     return storage.is_shared() and storage.resizable() and storage.device.type == "cpu"
 
 
+_LOST = "its storage lay in shared memory, was made smaller, and can't grow again"
+
+
 def _nbytes(storage: torch.UntypedStorage | None) -> int:
     return 0 if storage is None else storage.nbytes()
-
-
-def _say_lost() -> None:
-    raise RuntimeError("its storage lay in shared memory, was made smaller, and can't grow again")
 
 
 def _restore_kind(tensor: torch.Tensor, saved: _Autograd) -> None:
@@ -411,7 +408,7 @@ class Bulk:
         for flat in (each for flats in self._flats for each in flats):
             end = flat.storage_offset() + flat.numel()
             if flat.untyped_storage().nbytes() < flat.itemsize * end:
-                _say_lost()
+                raise RuntimeError("a storage was made smaller than the tensor in it")
         write_back(self._flats, copies)
 
     def differing(self, copies: list[Tensor]) -> Iterator[Tensor]:
